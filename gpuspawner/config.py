@@ -71,6 +71,8 @@ PAGES = (
     (r"/gpuspawner/static/(.*)", "gpuspawner.hub_pages.handlers.OwnFiles"),
     (r"/api/gpuspawner/updates", "gpuspawner.hub_pages.catalog_images.ImageUpdatesAPI"),
     (r"/api/gpuspawner/updates/([^/]+)", "gpuspawner.hub_pages.catalog_images.ImageUpdatesAPI"),
+    (r"/api/gpuspawner/launcher", "gpuspawner.hub_pages.runs.LauncherAPI"),
+    (r"/api/gpuspawner/launcher/start", "gpuspawner.hub_pages.runs.StartRunsAPI"),
     (r"/api/gpuspawner/(.*)", "gpuspawner.hub_pages.handlers.ServiceRelay"),
 )
 """Pages added to the Hub below ``/hub``; only the hub imports the handlers that they name."""

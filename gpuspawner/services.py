@@ -44,6 +44,7 @@ from .queue.extensions import ExtensionService
 from .queue.positions import PositionService
 from .queue.service import QueueService
 from .queue.state import QueueState
+from .runs.service import RunService
 from .settings import ServiceSettings
 from .slurm.job_billing import ClusterAuditService, JobBillingService
 from .slurm.service import ClusterMemberService
@@ -171,6 +172,7 @@ class Services(LoggingConfigurable):
         )
 
         self.drains = DrainService(store, now, devices=self.devices, positions=self.positions)
+        self.runs = RunService(store, now, queue=self.queue, log=self.log)
 
     def _make_members(self) -> None:
         store, now, settings = self.store, self.time, self.settings

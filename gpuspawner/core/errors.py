@@ -115,6 +115,19 @@ class TooManyTickets(Refused):
     reason = "limit"
 
 
+class TooManyRuns(Refused):
+    """You already have {count} runs that wait or run; the maximum is {most}. Stop one first."""
+
+    reason = "limit"
+
+
+class NoRuns(Refused):
+    """This hub runs no notebooks or commands without a session."""
+
+    reason = "no_runs"
+    status_code = 409
+
+
 class CannotExtend(Refused):
     """The session cannot be extended: {why}."""
 
@@ -387,6 +400,13 @@ class UnknownTicket(Refused):
     """There is no ticket {ticket!r}."""
 
     reason = "unknown_ticket"
+    status_code = 404
+
+
+class UnknownRun(Refused):
+    """There is no run {run!r}."""
+
+    reason = "unknown_run"
     status_code = 404
 
 

@@ -255,6 +255,31 @@ _partial(
     "one_open_ticket_a_server", OPEN_TICKET, tickets.c.user, tickets.c.server_name, unique=True
 )
 
+runs = Table(
+    "runs",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("user", Text, nullable=False),
+    Column("key", Text, nullable=False),
+    Column("title", Text, nullable=False),
+    Column("work", Text, nullable=False),
+    Column("options", Text, nullable=False),
+    Column("requeue", Boolean, nullable=False),
+    Column("restarts", Integer, nullable=False),
+    Column("after_lease", Text, nullable=False),
+    Column("created_at", UTCDateTime, nullable=False),
+    Column("ended_at", UTCDateTime),
+    Column("outcome", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("exit_code", Integer),
+    CheckConstraint("outcome IN ('', 'done', 'failed', 'stopped')", name="runs_outcome"),
+    CheckConstraint("(outcome != '') = (ended_at IS NOT NULL)", name="runs_end"),
+)
+OPEN_RUN = runs.c.ended_at.is_(None)
+_partial("one_run_a_key", literal_column("key != ''"), runs.c.user, runs.c.key, unique=True)
+_partial("open_runs", OPEN_RUN, runs.c.created_at)
+Index("runs_by_user", runs.c.user, runs.c.created_at)
+
 transfers = Table(
     "transfers",
     metadata,

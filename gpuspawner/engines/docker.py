@@ -306,6 +306,7 @@ def sighting_of(container: dict[str, Any]) -> Sighting:
         started_at=parse_time(state.get("StartedAt", "")),
         ended_at=None if alive else parse_time(state.get("FinishedAt", "")),
         detail=detail,
+        exit_code=None if alive else state.get("ExitCode"),
     )
 
 

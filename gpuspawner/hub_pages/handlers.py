@@ -406,12 +406,13 @@ class Logo(HubPageHandler):
 
 
 PATHS = {
-    "GET": re.compile("leases/[0-9a-f]{1,64}/now"),
-    "POST": re.compile("leases/[0-9a-f]{1,64}/(snooze|extend|end)"),
+    "GET": re.compile("leases/[0-9a-f]{1,64}/now|runs(/[0-9a-z-]{1,64})?"),
+    "POST": re.compile("leases/[0-9a-f]{1,64}/(snooze|extend|end)|runs"),
+    "DELETE": re.compile("runs/[0-9a-z-]{1,64}"),
 }
 """Paths of the service that the relay forwards, by method."""
 
-TIMEOUTS = {"GET": 8.0, "POST": 20.0}
+TIMEOUTS = {"GET": 8.0, "POST": 20.0, "DELETE": 20.0}
 """Timeouts in seconds. A stop is answered after the Hub's ``slow_stop_timeout`` of 10."""
 
 
@@ -419,22 +420,31 @@ class ServiceRelay(DropsBody, APIHandler):
     """Forwards a server's requests about itself, for :data:`PATHS`, to the service.
 
     A server in a container can only reach the hub's API on this machine. A request needs a token,
-    by which the service authorizes it: the relay grants no rights. It forwards no cookies, bodies
-    or other headers.
+    by which the service authorizes it: the relay grants no rights. It forwards no cookies or other
+    headers, and the query and body of requests about runs alone.
     """
 
+    _body = b""
+
+    def data_received(self, chunk: bytes) -> None:
+        """Keep a part of the body, whose length is limited."""
+        self._body += chunk
+
     async def get(self, path: str) -> None:
-        """Forward a server's query (GET) or action (POST)."""
+        """Forward a server's query (GET) or action (POST, DELETE)."""
         method = str(self.request.method)
         if not PATHS[method].fullmatch(path):
             raise web.HTTPError(404)
         if self.current_user is None or not self.get_auth_token():
             raise web.HTTPError(403)
+        of_runs = path.startswith("runs")
+        query = f"?{self.request.query}" if of_runs and self.request.query else ""
+        body = self._body if of_runs else b"{}"
         request = HTTPRequest(
-            f"{self._service()}api/{path}",
+            f"{self._service()}api/{path}{query}",
             method=method,
             headers={"Authorization": f"token {self.get_auth_token()}"},
-            body=b"{}" if method == "POST" else None,
+            body=body if method == "POST" else None,
             request_timeout=TIMEOUTS[method],
             connect_timeout=5.0,
             follow_redirects=False,
@@ -448,7 +458,7 @@ class ServiceRelay(DropsBody, APIHandler):
         self.set_header("Content-Type", "application/json")
         self.finish(answer.body or b"{}")
 
-    post = get
+    post = delete = get
 
     def _service(self) -> str:
         """Return the URL of the service. Raises HTTPError 503 if it is not registered."""

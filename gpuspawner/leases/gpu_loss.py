@@ -22,7 +22,7 @@ from ..notifications.models import Notice, NoticeKind
 from ..notifications.service import compose
 from ..queue.models import Delegate
 from . import repository
-from .models import Lease, LeaseState, ServerRef
+from .models import Lease, LeaseKind, LeaseState, ServerRef
 from .repository import LEAST_SECONDS, OUTCOME
 from .sessions import goes_on, note_lease, order_end
 
@@ -141,6 +141,8 @@ def _key(lease_id: str) -> str:
 def _must_be_restartable(lease: Lease, now: datetime) -> None:
     if lease.state is not LeaseState.RUNNING:
         raise CannotRestart(why="it does not run")
+    if lease.server.kind is not LeaseKind.SERVER:
+        raise CannotRestart(why="it is a run; stop it, and submit it again")
     if lease.outcome:
         raise CannotRestart(why=f"it is being stopped already ({lease.end_reason})")
     if not lease.devices:

@@ -8,16 +8,46 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any, NamedTuple
 
+RUN_PREFIX = "run:"
+"""How the name of a run begins where servers are named; JupyterHub 6 allows no colon in those."""
+
+
+class LeaseKind(str, Enum):
+    """What a ticket or a lease is for."""
+
+    SERVER = "server"
+    """A server of the Hub's, which its member works in."""
+    RUN = "run"
+    """A notebook or a command that runs by itself; the Hub knows no server of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerRef:
-    """One server of one member, as JupyterHub names it (``""`` is the default server)."""
+    """One server of one member, as JupyterHub names it (``""`` is the default server).
+
+    A run has a name of its own in the place of the server's: :meth:`of_run`.
+    """
 
     user: str
     name: str = ""
 
     def __str__(self) -> str:
         return f"{self.user}/{self.name}" if self.name else self.user
+
+    @classmethod
+    def of_run(cls, user: str, run_id: str) -> ServerRef:
+        """Return the name under which a run has its ticket and its lease."""
+        return cls(user, RUN_PREFIX + run_id)
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run; empty for a server."""
+        return self.name.removeprefix(RUN_PREFIX) if self.name.startswith(RUN_PREFIX) else ""
+
+    @property
+    def kind(self) -> LeaseKind:
+        """Whether this is a server of the Hub's or a run."""
+        return LeaseKind.RUN if self.run_id else LeaseKind.SERVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +165,7 @@ class Lease:
     * ``no_show``: nobody connected.
     * ``session_end``: its time was over.
     * ``admin``: an admin stopped it.
+    * ``member``: its member stopped it, and it is a run: nobody asks the Hub to stop those.
     * ``lost``: it went down with its hub before its member came, whose ticket waits again.
     * ``failed``: its start failed, and it cost nothing.
     * ``credits``: its account ran dry.
@@ -237,6 +268,8 @@ class Sighting:
     """When it exited, if the engine knows."""
     detail: str = ""
     """Exit code or similar, for the log."""
+    exit_code: int | None = None
+    """The exit status of its program, if it has ended and the engine knows."""
     unknown: str = ""
     """Why it is unknown if the lease's server is gone, in words; then ``alive`` is True."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
 
-from .models import Lease, LeaseState, ServerRef, Sighting
+from .models import Lease, LeaseKind, LeaseState, ServerRef, Sighting
 
 
 class HubState(str, Enum):
@@ -20,7 +20,7 @@ class HubState(str, Enum):
 
     READY = "ready"
     PENDING = "pending"
-    """Starting or stopping: leave it alone."""
+    """Starting or stopping, or a run that the Hub is about to start: leave it alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ def plan(
     Args:
         leases: The open leases.
         sightings: What each engine runs, by the engine's name; None if it did not respond.
-        servers: The Hub's servers; None if the Hub did not respond.
+        servers: The Hub's servers, and the runs that it is about to start; None if the Hub did not
+            respond.
         now: The current time.
         grace: Nothing younger than this is ended only because the Hub does not list it: a spawn
             may be in progress.
@@ -127,7 +128,8 @@ def _of_lease(
     if alive:
         if servers is None or hub is HubState.PENDING:
             return Seen(lease)
-        if hub is HubState.READY:
+        is_run = lease.server.kind is LeaseKind.RUN
+        if hub is HubState.READY or (is_run and alive.started_at):
             confirmed = lease.state is LeaseState.RUNNING
             return Seen(lease) if confirmed else Confirm(lease, alive.ref, alive.started_at)
         if young:

@@ -7,7 +7,7 @@ see why and end it. The grant to the server itself reopens the devices, in its o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -240,6 +240,14 @@ def get_to_end(connection: sa.Connection, lease_id: str) -> tuple[Lease, datetim
 def open_of(connection: sa.Connection, server: ServerRef) -> Lease | None:
     """Return the open lease of a server, if there is one."""
     return next(iter(where(connection, _of(server) & OPEN_LEASE)), None)
+
+
+def of_servers(connection: sa.Connection, servers: Collection[ServerRef]) -> list[Lease]:
+    """Return the leases of some servers or runs, open or ended, oldest first."""
+    if not servers:
+        return []
+    names = sa.tuple_(leases.c.user, leases.c.server_name)
+    return where(connection, names.in_([(server.user, server.name) for server in servers]))
 
 
 def open_leases(connection: sa.Connection) -> list[Lease]:

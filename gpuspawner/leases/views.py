@@ -188,7 +188,13 @@ async def own_lease(handler: ServiceHandler, lease_id: str, *, or_admin: bool = 
 
 
 async def stop_own(handler: ServiceHandler, lease: Lease) -> None:
-    """Ask the Hub to stop a member's own server, like the Hub's stop button. Raises HTTPError."""
+    """Ask the Hub to stop a member's own server, like the Hub's stop button. Raises HTTPError.
+
+    A run is stopped without the Hub, which does not know it.
+    """
+    if run_id := lease.server.run_id:
+        await handler.read(partial(handler.services.runs.stop, run_id, actor=handler.user))
+        return
     hub = handler.context.hub
     if hub is None:
         raise web.HTTPError(503) from CannotStop(why="the Hub is not responding")

@@ -37,6 +37,7 @@ from ..db.schema import (
     quota_projects,
     refills,
     roster,
+    runs,
     tickets,
     transfers,
     workspaces,
@@ -196,6 +197,7 @@ NAMES = (
     leases.c.user,
     tickets.c.user,
     notices.c.user,
+    runs.c.user,
     folders.c.owner,
     folder_members.c.invited_by,
     workspaces.c.user,
@@ -352,6 +354,8 @@ def give(connection: sa.Connection, old: str, new: str, sources: Mapping[str, st
     ``sources``: workspaces whose directory is renamed, old path to new path.
     """
     _give_account(connection, member_account(old), member_account(new))
+    # Both names may have used the same key; it matters in the minute of its submission.
+    connection.execute(sa.update(runs).where(runs.c.user == old).values(key=""))
     for column in NAMES:
         _replace(connection, column, old, new)
     _join_memberships(connection, old, new)

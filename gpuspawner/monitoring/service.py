@@ -17,7 +17,7 @@ from ..db.engine import Store
 from ..devices import closures, snapshots
 from ..devices.service import DeviceService
 from ..leases import repository as leases_repository
-from ..leases.models import Lease, LeaseState, ServerRef
+from ..leases.models import Lease, LeaseKind, LeaseState, ServerRef
 from ..ledger.prices import PriceService
 from ..notifications import repository as notifications_repository
 from ..notifications.models import Notice, NoticeKind
@@ -365,7 +365,9 @@ def _others_wait(waiting: Iterable[Ticket], now: datetime) -> bool:
 
 
 def _is_watched(lease: Lease) -> bool:
-    return bool(lease.devices) and lease.state is LeaseState.RUNNING and not lease.outcome
+    """Return True if idle GPUs end it; a run ends by itself, or with its time limit."""
+    is_server = lease.server.kind is LeaseKind.SERVER and bool(lease.devices)
+    return is_server and lease.state is LeaseState.RUNNING and not lease.outcome
 
 
 def _changed(before: IdleState, after: IdleState) -> str:

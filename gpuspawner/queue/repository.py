@@ -126,6 +126,14 @@ def tickets_of_user(connection: sa.Connection, user: str, limit: int = 20) -> li
     return [_ticket(row) for row in rows]
 
 
+def newest_of_server(connection: sa.Connection, server: ServerRef) -> Ticket | None:
+    """Return the newest ticket of a server or a run, open or ended; None if it never had one."""
+    newest = _ALL.order_by(None).order_by(tickets.c.created_at.desc()).limit(1)
+    its = (tickets.c.user == server.user) & (tickets.c.server_name == server.name)
+    row = connection.execute(newest.where(its)).one_or_none()
+    return None if row is None else _ticket(row)
+
+
 def update_ticket(connection: sa.Connection, ticket_id: str, **values: Any) -> None:
     """Change fields of a waiting ticket and increase its version."""
     values["version"] = tickets.c.version + 1

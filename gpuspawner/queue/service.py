@@ -34,7 +34,7 @@ from ..db.engine import Store
 from ..devices.placement import asks_for, must_run, texts
 from ..devices.snapshots import InventorySnapshot
 from ..leases import repository as leases_repository
-from ..leases.models import Lease, Request, ServerRef, Slot, Terms
+from ..leases.models import Lease, LeaseKind, Request, ServerRef, Slot, Terms
 from ..leases.service import LeaseService, require_seen
 from ..ledger import rules as ledger_rules
 from ..ledger.prices import PriceService
@@ -154,6 +154,28 @@ class QueueService:
                 except NoDeviceFree as error:
                     raise self._with_start(error, server, request, terms) from None
             return self._enqueue(new_ticket())
+
+    def require_possible(
+        self, server: ServerRef, request: Request, *, engine: str, terms: Terms
+    ) -> None:
+        """Raise the error of a request that would be refused now, however many devices are free.
+
+        For who is to wait unattended, and would read the refusal too late. Raises NoCredits,
+        TooMuchAsked, or that no device of this hub fits.
+        """
+        free = not request.devices
+        account = self.leases.ledger.payer(server.user, terms.groups, terms.account, free=free)
+        if free:
+            return
+        ticket = self._ticket(server, request, engine, account, terms)
+        with self.line.lock:
+            must_run(request, self.positions.devices.look().inventory)
+            if not self.line.kinds(request):
+                self.positions.require_fit(request)
+            with self.store.write() as connection:
+                self._must_be_paid(connection, ticket)
+        for limit in self.settings.limits_of(ticket.group):
+            _must_be_within(limit, ticket)
 
     def turns(self, present: frozenset[str]) -> list[str]:
         """Return the tickets whose turn it is, in order; start them with :meth:`start_ticket`.
@@ -347,6 +369,7 @@ class QueueService:
         waited = (now - ticket.created_at).total_seconds()
         # With an external scheduler everybody has a ticket, also who gets devices at once.
         stood_in_line = since is None or waited > AT_ONCE
+        stood_in_line = stood_in_line and ticket.server.kind is LeaseKind.SERVER
         claim = round(60 * self.settings.claim_minutes) or None if stood_in_line else None
         with self.store.write() as connection:
             row = repository.get_ticket(connection, ticket.id, lock=True)

@@ -42,6 +42,7 @@ from .duties import (
     GPUSessions,
     Members,
     RefillDuty,
+    RunDuty,
     SessionDuty,
     cluster_rounds,
 )
@@ -195,6 +196,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             (self.reconcile_seconds, "Reconciliation", tick.reconcile),
             (tick.charge_pause, "Charges", tick.charge),
             (2.0, "Sessions", sessions.round),
+            (1.0, "Runs", RunDuty(tick, sessions.poke).round),
             (2.0, "Credits", credits.round),
             (5.0, "Refills", RefillDuty(tick).round),
             (5.0, "Members", Members(tick, sessions.poke).round),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -12,12 +12,13 @@ from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError, SlurmRefused, SlurmUnavailable, Unavailable
 from ..core.units import format_credits
-from ..leases.models import Lease, LeaseState
+from ..leases.models import Lease, LeaseKind, LeaseState, Sighting
 from ..ledger.credit_policy import OVERDRAFT
 from ..ledger.exhaustion import CreditEvent, credits_back
 from ..ledger.refills import Refill
 from ..ledger.rules import ACTOR_ACCOUNTING
 from ..notifications.models import Notice
+from ..runs.models import RunState
 from ..slurm import accounts
 from .worker import Round, Tick, TickDuty
 
@@ -217,6 +218,7 @@ class SessionDuty(TickDuty):
 
     def _carry_out(self, ordered: Sequence[Lease]) -> None:
         now = asyncio.get_running_loop().time()
+        ordered = [lease for lease in ordered if lease.server.kind is LeaseKind.SERVER]
         wanted = {lease.id for lease in ordered}
         for gone in [name for name, stop in self._stops.items() if name not in wanted]:
             if not self._stops[gone].under_way:
@@ -256,6 +258,60 @@ class SessionDuty(TickDuty):
         if known:
             self.log.warning("Stopping %s: %s", lease.server, newest.end_reason)
         return known
+
+
+class RunDuty(TickDuty):
+    """Sees to the runs: their ends, the stops that were ordered, and those that begin again."""
+
+    async def round(self) -> None:
+        """Handle every open run once. Raises Unavailable if an engine or the Hub does not respond.
+
+        The Hub starts the runs whose turn it is: it has the members' environments and settings.
+        """
+        if not await self.services.run(self.services.runs.are_active):
+            return
+        followed = await self.services.run(self.services.runs.open_runs)
+        opened = await self.services.run(self.services.leases.open_leases)
+        leases = [lease for lease in opened if lease.server.kind is LeaseKind.RUN]
+        strays = await self.services.run(self.services.runs.strays, leases)
+        ended = {lease.id for lease in strays}
+        for name in sorted({lease.engine for lease in leases}):
+            with self.tick.going_on(f"Runs on {name}"):
+                here = [lease for lease in leases if lease.engine == name]
+                await self._see_to(name, here, ended)
+        if await self.services.run(self.services.runs.settle):
+            self.poke()
+        if any(x.state in (RunState.WAITING, RunState.STARTING) for x in followed):
+            await self.tick.hub.starting_runs()
+
+    async def _see_to(self, engine: str, leases: Sequence[Lease], ended: Collection[str]) -> None:
+        """Stop and settle runs on an engine; ``ended`` are leases of runs that have ended."""
+        found = await asyncio.to_thread(self.tick.engines[engine].sightings)
+        by_lease = {sighting.lease_id: sighting for sighting in found}
+        for lease in leases:
+            sighting = by_lease.get(lease.id)
+            if sighting is None:
+                continue  # on its way; or removed by somebody, which a comparison settles
+            if sighting.alive and (lease.outcome or lease.id in ended):
+                self.log.warning("Stopping %s: %s", lease.server, lease.end_reason)
+                await asyncio.to_thread(self.tick.engines[engine].end, sighting)
+                await self._release(lease, sighting)
+            elif not sighting.alive:
+                if sighting.exit_code is not None:
+                    note = self.services.runs.note_exit
+                    await self.services.run(note, lease.server.run_id, sighting.exit_code)
+                await self._release(lease, sighting)
+                await asyncio.to_thread(self.tick.engines[engine].end, sighting)
+
+    async def _release(self, lease: Lease, sighting: Sighting) -> None:
+        """Settle the lease of a run whose container is proven to have ended."""
+        await self.services.run(
+            self.services.leases.release,
+            lease.id,
+            ended_at=sighting.ended_at,
+            stopped_at=self.services.clock(),
+            reason=sighting.detail or lease.end_reason or "the run ended",
+        )
 
 
 CLUSTER_SECONDS = 60.0

@@ -105,6 +105,35 @@ class HubClient:
         """Request a server's stop, which may take a while. False if the Hub has no such server."""
         return await self._ask_if_known("DELETE", _path_of(server)) is not None
 
+    async def starting_runs(self) -> frozenset[ServerRef]:
+        """Have the Hub see to the runs that wait, and return those that it is about to start.
+
+        Raises Unavailable.
+        """
+        response = await self._ask("POST", "/gpuspawner/launcher/start", body="")
+        with _known_form():
+            told = json.loads(response.body)["starting"]
+            return frozenset(ServerRef.of_run(run["user"], run["id"]) for run in told)
+
+    async def submit_run(self, user: str, fields: Mapping[str, Any]) -> str:
+        """Submit a member's run, and return its id. Raises RefusedByHub or Unavailable."""
+        path = "/gpuspawner/launcher"
+        try:
+            response = await self._fetch(
+                "POST",
+                path,
+                headers={"Content-Type": "application/json"},
+                body=json.dumps({"user": user, **fields}),
+                request_timeout=TIMEOUT,
+                connect_timeout=5.0,
+            )
+        except HTTPClientError as error:
+            raise _refused_by_hub(error, "POST", path) from None
+        except (OSError, ValueError) as error:
+            raise Unavailable(f"The Hub at {self.api_url} is not responding ({error}).") from None
+        with _known_form():
+            return str(json.loads(response.body)["id"])
+
     async def image_updates(self) -> list[dict[str, Any]]:
         """Return the updates of images that run or ended lately, newest first."""
         found = await self._ask_for_updates("GET", "")
@@ -189,11 +218,17 @@ class HubClient:
         path: str,
         *,
         headers: Mapping[str, str] | None = None,
+        body: str | None = None,
         missing_is_answer: bool = False,
     ) -> HTTPResponse:
         try:
             return await self._fetch(
-                method, path, headers=headers or {}, request_timeout=TIMEOUT, connect_timeout=5.0
+                method,
+                path,
+                headers=headers or {},
+                body=body,
+                request_timeout=TIMEOUT,
+                connect_timeout=5.0,
             )
         except HTTPClientError as error:
             if error.code == 404 and missing_is_answer and error.response is not None:

@@ -26,7 +26,7 @@ from ..core.errors import (
 from ..db.leader import for_log
 from ..engines.base import Engine, EngineWithHistory
 from ..leases.clock_corrections import clock_says
-from ..leases.models import Lease, LeaseState, ServerRef, Sighting
+from ..leases.models import Lease, LeaseKind, LeaseState, ServerRef, Sighting
 from ..leases.reconciliation import Action, Confirm, HubState, Release, Remove, Unknown
 from ..queue.models import Ticket
 from ..services import Services
@@ -176,6 +176,7 @@ class SpawnResumer:
         answer; what was not reached is tried again.
         """
         waiting = await self._not_expired(await self.services.run(self.services.queue.waiting))
+        waiting = [ticket for ticket in waiting if ticket.server.kind is LeaseKind.SERVER]
         missing = [ticket for ticket in waiting if ticket.server not in servers]
         if missing and pause:
             await asyncio.sleep(pause)
@@ -370,6 +371,9 @@ class Tick:
     async def _servers(self) -> dict[ServerRef, HubState] | None:
         try:
             servers = await self.hub.servers()
+            if await self.services.run(self.services.runs.are_active):
+                starting = await self.hub.starting_runs()
+                servers |= dict.fromkeys(starting, HubState.PENDING)
         except Unavailable as error:
             self.trouble("Hub", error)
             return None
@@ -392,7 +396,7 @@ class Tick:
         if servers is None:
             return None
         found = dict(servers)
-        known = {lease.server for lease in leases}
+        known = {x.server for x in leases if x.server.kind is LeaseKind.SERVER}
         # The Hub's servers all have leases. One without may belong to a member who was renamed
         # there, and then the Hub writes the new name into its lease.
         is_renaming = any(
@@ -415,7 +419,9 @@ class Tick:
         with self.going_on(f"End of {sighting.ref}", Unavailable):
             lease = await self.services.run(self.services.leases.get, sighting.lease_id)
             # Its labels are not enough proof: the store decides.
-            if lease.state is not LeaseState.ENDED and await self.hub.server(lease.server):
+            is_server = lease.server.kind is LeaseKind.SERVER
+            is_open = lease.state is not LeaseState.ENDED
+            if is_open and is_server and await self.hub.server(lease.server):
                 return
             await asyncio.to_thread(self.engines[action.engine].end, sighting)
             self.log.warning(

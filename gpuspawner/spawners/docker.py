@@ -34,6 +34,7 @@ from ..engines.docker import (
 )
 from ..engines.injection import KEPT_CAPABILITIES, MODES, Hardening, dangers
 from ..leases.models import Lease, Request
+from ..runs.models import Run
 from ..storage.shared_folders import FolderMount
 from .container import (
     ENGINE_ERRORS,
@@ -670,6 +671,20 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         if not removal.cancelled() and (error := removal.exception()) is not None:
             self.log.warning("The container of %s is left: %s", self.server_ref, error)
 
+    runs_programs = True
+
+    def become_run(self, run: Run) -> None:
+        """Start a run: its container is removed when it has ended, whatever servers' are."""
+        super().become_run(run)
+        self.remove = True
+
+    async def get_ip_and_port(self) -> tuple[str, int]:
+        """Return the server's address. A run has none, and may have ended already."""
+        if self.run is not None:
+            return "", self.port
+        address: tuple[str, int] = await super().get_ip_and_port()
+        return address
+
     async def engine_started_at(self) -> datetime | None:
         """Return when the container was started, by the engine's clock; None if unknown."""
         container, self._inspection = self._inspection, None
@@ -694,6 +709,8 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
     def get_env(self) -> dict[str, str]:
         """Return the server's environment; DockerSpawner's alone for a plain container."""
         env: dict[str, str] = DockerSpawner.get_env(self) if self._plain else super().get_env()
+        if self.workspace_source:
+            env["GPUSPAWNER_WORKSPACE"] = self.workspace_target
         return env
 
     async def _release(self, reason: str) -> bool:

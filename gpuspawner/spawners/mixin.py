@@ -11,11 +11,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.resources
 import inspect
+import json
 from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping
 from collections.abc import Callable as Function
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from functools import cache, cached_property, partial
 from typing import Any, TypeVar, cast
@@ -46,6 +48,7 @@ from ..engines.base import Engine
 from ..leases.models import Lease, LeaseState, Request, ServerRef, Terms
 from ..ledger.rules import check_payer
 from ..queue.models import Ticket
+from ..runs.models import Run
 from ..services import Services, hub_services
 from . import options
 from .compat import SpawnException
@@ -209,6 +212,8 @@ class GPUSpawnerMixin(Spawner):
         self._claim: asyncio.Task[None] | None = None
         self._adopting: asyncio.Task[None] | None = None
         self._looked_up = False
+        self.run: Run | None = None
+        """The run whose program this starts in the place of a server; None for a server."""
 
     # What an engine implements. A Spawner's metaclass does not support abstract methods, so the
     # first two raise an error if they are missing.
@@ -686,7 +691,7 @@ class GPUSpawnerMixin(Spawner):
         """Raise MemberGone if the server's member was renamed or removed at the Hub."""
         if self.server_ref != server:
             raise MemberGone(why="the member was renamed")
-        if not sa.inspect(self.orm_spawner).persistent:
+        if not sa.inspect(self.user.orm_user if self.run else self.orm_spawner).persistent:
             raise MemberGone(why="the member was removed")
 
     async def _settle_previous(self) -> None:
@@ -732,7 +737,8 @@ class GPUSpawnerMixin(Spawner):
     async def _confirm_ready(self, url: Any) -> None:
         asked = asyncio.ensure_future(self.engine_started_at())
         try:
-            await self._wait_ready(url)
+            if self.run is None:
+                await self._wait_ready(url)
             started_at = await asked
         finally:
             asked.cancel()
@@ -964,6 +970,16 @@ class GPUSpawnerMixin(Spawner):
         self.queueing.kick()
         return True
 
+    # Runs.
+
+    runs_programs = False
+    """True if :meth:`become_run` can start a program in the place of a server."""
+
+    def become_run(self, run: Run) -> None:
+        """Start the program of a run, with its member's settings, in the place of a server."""
+        self.run = run
+        self.cmd = ["python3", "-c", run_program()]
+
     # State and environment.
 
     def get_state(self) -> dict[str, Any]:
@@ -983,7 +999,14 @@ class GPUSpawnerMixin(Spawner):
 
     def get_env(self) -> dict[str, str]:
         """Return the server's environment; all GPU variables are set last, from the lease."""
-        return self.with_lease_environment(super().get_env())
+        env = super().get_env()
+        if self.run is not None:
+            env = _without_hub(env) | run_environment(self.run, self.lease)
+        return self.with_lease_environment(env)
+
+    def get_args(self) -> list[str]:
+        """Return the server's arguments; a run has none."""
+        return [] if self.run else list(super().get_args())
 
     def with_lease_environment(self, env: dict[str, str]) -> dict[str, str]:
         """Replace the GPU variables in ``env`` by those of the lease, and return it."""
@@ -1020,6 +1043,30 @@ class GPUSpawnerMixin(Spawner):
         self.chosen = environment
         if environment.spawner_override:
             self._apply_overrides(dict(environment.spawner_override))
+
+
+@cache
+def run_program() -> str:
+    """Return the program that carries out a run in its container."""
+    found = importlib.resources.files("gpuspawner.runs") / "run_program.py"
+    return found.read_text("utf-8")
+
+
+def run_environment(run: Run, lease: Lease | None) -> dict[str, str]:
+    """Return what :func:`run_program` must know."""
+    seconds = lease.seconds if lease else None
+    return {
+        "GPUSPAWNER_RUN_ID": run.id,
+        "GPUSPAWNER_RUN_WORK": json.dumps(asdict(run.work)),
+        "GPUSPAWNER_RESTARTS": str(run.restarts),
+        "GPUSPAWNER_RUN_SECONDS": "" if seconds is None else str(seconds),
+    }
+
+
+def _without_hub(env: dict[str, str]) -> dict[str, str]:
+    """Return the variables without those with which a server reaches the Hub."""
+    prefixes = ("JUPYTERHUB_", "JPY_")
+    return {name: value for name, value in env.items() if not name.startswith(prefixes)}
 
 
 def kept_in(settings: MutableMapping[str, Any], key: str, make: Function[[], T]) -> T:

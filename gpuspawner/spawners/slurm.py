@@ -106,6 +106,8 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         """,
     )
 
+    runs_programs = False
+
     _node_name = ""
     _over_said = ""
     _starting = False

@@ -49,6 +49,9 @@ class HubCalls(Protocol):
 
     # These also raise RefusedByHub.
 
+    async def submit_run(self, user: str, fields: Mapping[str, Any]) -> str:
+        """Submit a member's run, and return its id."""
+
     async def image_updates(self) -> Sequence[Mapping[str, Any]]:
         """Return the updates of images that run or ended lately, newest first."""
 

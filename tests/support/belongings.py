@@ -21,6 +21,7 @@ from gpuspawner.members import repository as members_repository
 from gpuspawner.members.repository import RosterEntry
 from gpuspawner.notifications.models import Notice, NoticeKind
 from gpuspawner.notifications.repository import ChannelChoice
+from gpuspawner.runs.models import Run, Work
 from gpuspawner.services import Services
 from gpuspawner.slurm import repository as slurm_repository
 from gpuspawner.storage import directories
@@ -87,6 +88,10 @@ def give_everything(services: Services, user: str, sources: list[str]) -> None:
     services.notifications.choose(
         user, [ChannelChoice("mail", "me@example.org", frozenset({NoticeKind.TURN}))]
     )
+    work = Work(command=("train",))
+    run = Run(id="train-1", user=user, title="train", work=work, created_at=clock.now)
+    services.runs.submit(run)
+    services.runs.refuse(run.id, "it could not start")
     mine = services.shared_folders.make_folder("ours", actor=user)
     services.shared_folders.invite(mine.id, "friend", write=True, actor=user)
     theirs = services.shared_folders.make_folder("theirs", actor="friend")

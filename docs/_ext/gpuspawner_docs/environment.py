@@ -7,11 +7,14 @@ described here is read by no program.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from gpuspawner.spawners.mixin import run_environment
 
 from .page import Generated, plain, table
 
@@ -74,6 +77,17 @@ SERVERS = {
     "NVIDIA_VISIBLE_DEVICES": "The UUIDs of the leased devices, or `void`.",
 }
 """What a server finds."""
+
+RUNS = {
+    "GPUSPAWNER_RESTARTS": "How often it began again.",
+    "GPUSPAWNER_RUN_FOLDER": "The folder of its output.",
+    "GPUSPAWNER_RUN_ID": "Its id.",
+    "GPUSPAWNER_RUN_SECONDS": "Its time limit; empty without one.",
+    "GPUSPAWNER_RUN_WORK": "What it carries out, as JSON.",
+    "GPUSPAWNER_STOP_AT": "When its time limit is over, as ISO 8601.",
+    "GPUSPAWNER_WORKSPACE": "Where the workspace is, also in a session; unset without one.",
+}
+"""What a run finds besides."""
 
 ELSEWHERE = frozenset(("PATH", "SUDO_USER", "URL"))
 """Read, but not meant for gpuspawner: the shell's own, and one that a check sets itself."""
@@ -160,16 +174,25 @@ def given_to_servers() -> set[str]:
     raise LookupError(f"{path} has no with_lease_environment")
 
 
+def given_to_runs() -> set[str]:
+    """Return the variables that a run has, besides those of a server."""
+    program = (REPO / "gpuspawner" / "runs" / "run_program.py").read_text(encoding="utf-8")
+    found = re.findall(r'"(GPUSPAWNER_[A-Z_]+)"', program + inspect.getsource(run_environment))
+    return set(found)
+
+
 def problems() -> Iterator[str]:
     """Yield a sentence for each variable without a line, and for each line without a variable."""
     read = set(read_by_programs())
     described = {*ADMINS, *SECRETS, *DEMO, *SERVICE}
-    for name in sorted(read - described - ELSEWHERE):
+    for name in sorted(read - described - ELSEWHERE - set(RUNS)):
         yield f"{name} is read by {', '.join(sorted(read_by_programs()[name]))}: describe it"
     for name in sorted(described - read):
         yield f"{name} is described, and nothing reads it"
     for name in sorted(given_to_servers() ^ set(SERVERS)):
         yield f"{name} is not the same in the code and in the table of what a server finds"
+    for name in sorted(given_to_runs() ^ set(RUNS)):
+        yield f"{name} is not the same in the code and in the table of what a run finds"
 
 
 class EnvironmentVariables(Generated):
@@ -185,6 +208,7 @@ class EnvironmentVariables(Generated):
             "demo": DEMO,
             "service": SERVICE,
             "servers": SERVERS,
+            "runs": RUNS,
         }
         chosen = tables[self.arguments[0]]
         rows = ((f"`{name}`", plain(told)) for name, told in sorted(chosen.items()))

@@ -16,6 +16,11 @@ def main():
         shutil.copytree(HERE / folder, Path(sys.prefix, folder), dirs_exist_ok=True)
     for module in HERE.glob("gpuspawner_*.py"):
         shutil.copy(module, sysconfig.get_path("purelib"))
+    command = Path(sysconfig.get_path("scripts"), "gpuspawner-run")
+    command.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom gpuspawner_run import main\n\nsys.exit(main())\n"
+    )
+    command.chmod(0o755)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ EXAMPLES = {
     "lease": "ab12",
     "rate": "7",
     "refill": "ab12",
+    "run": "train-0a1b",
     "ticket": "ab-12",
     "transfer": "0" * 32,
 }

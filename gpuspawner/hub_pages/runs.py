@@ -1,0 +1,67 @@
+"""The Hub's side of runs, for the accounting service alone, which has checked whose they are."""
+
+from __future__ import annotations
+
+from jupyterhub import orm
+from jupyterhub.apihandlers.base import APIHandler
+from tornado import web
+
+from ..core.errors import GPUSpawnerError
+from ..runs.models import Run, Work
+from ..spawners.runs import RunLauncher
+
+
+class _OfService(APIHandler):
+    def require_service(self) -> None:
+        """Raise HTTPError 403 unless the accounting service asks."""
+        name = self.settings["template_vars"].get("gpuspawner_service", "gpu")
+        caller = self.current_user
+        if not isinstance(caller, orm.Service) or caller.name != name:
+            raise web.HTTPError(403)
+
+    @property
+    def launcher(self) -> RunLauncher:
+        """The hub's launcher of runs."""
+        return RunLauncher.of(self.settings)
+
+
+class LauncherAPI(_OfService):
+    """Submits a run of a member's."""
+
+    async def post(self) -> None:
+        """Check a run as the start of a server is checked, and write it down."""
+        self.require_service()
+        sent = self.get_json_body()
+        user = self.find_user(sent["user"])
+        if user is None:
+            raise web.HTTPError(404)
+        work = sent["work"]
+        try:
+            run = await self.launcher.submit(
+                user,
+                Work(**{**work, "command": tuple(work.get("command", ()))}),
+                sent["options"],
+                key=sent["key"],
+                title=sent["title"],
+                requeue=sent["requeue"],
+            )
+        except GPUSpawnerError as error:
+            self.set_status(error.status_code)
+            self.finish({"error": error.reason, "message": error.message})
+            return
+        self.set_status(201)
+        self.finish({"id": run.id})
+
+
+class StartRunsAPI(_OfService):
+    """Sees to the runs that wait."""
+
+    async def post(self) -> None:
+        """Start those whose turn it is, and send those that are on their way."""
+        self.require_service()
+        await self.launcher.start_all()
+        self.finish({"starting": [_plain(run) for run in self.launcher.starting]})
+
+
+def _plain(run: Run) -> dict[str, str]:
+    return {"id": run.id, "user": run.user}

@@ -1,0 +1,104 @@
+"""Runs and their states as frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import Enum
+from typing import Any
+
+from ..leases.models import Lease, LeaseState, ServerRef
+
+
+class RunState(str, Enum):
+    """A run's state, as its member sees it."""
+
+    WAITING = "waiting"
+    """In the queue."""
+    STARTING = "starting"
+    """It has its devices, and its container is on its way."""
+    RUNNING = "running"
+    DONE = "done"
+    """It ended by itself, with exit status 0."""
+    FAILED = "failed"
+    """It ended by itself with another status, or it could not start."""
+    STOPPED = "stopped"
+    """It was stopped: by its member, an admin, its time limit or an empty account."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a run does: a command, or a notebook with parameters."""
+
+    command: tuple[str, ...] = ()
+    """The program and its arguments; empty for a notebook."""
+    notebook: str = ""
+    """The notebook's path, relative to the workspace; empty for a command."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """The notebook's parameters, as JSON values by name."""
+    directory: str = ""
+    """Where it is carried out, relative to the workspace; empty for the workspace itself."""
+    folder: str = ""
+    """Where its log and its output are, relative to the workspace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One notebook or command that runs by itself.
+
+    Whether an open run waits, starts or runs follows from its ticket and its lease: a second
+    record of that could differ from them after a crash.
+    """
+
+    id: str
+    user: str
+    key: str = ""
+    """The member's own word for this submission, which submits it once; empty if there is none."""
+    title: str
+    work: Work
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The member's choices, as of a server's ``user_options``: environment, devices, hours."""
+    requeue: bool = False
+    """True if it may begin again after an end that was not its own."""
+    restarts: int = 0
+    """How often it began again."""
+    after_lease: str = ""
+    """The lease that ended before it last began again."""
+    created_at: datetime
+    ended_at: datetime | None = None
+    outcome: str = ""
+    """Empty while it is open, else ``done``, ``failed`` or ``stopped``."""
+    reason: str = ""
+    """Why it ended so, as a sentence; empty if it is done."""
+    exit_code: int | None = None
+    """The exit status of its program; None if it never ended by itself."""
+
+    @property
+    def server(self) -> ServerRef:
+        """The name under which it has its ticket and its lease."""
+        return ServerRef.of_run(self.user, self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedRun:
+    """A run with its newest lease, if it ever had one."""
+
+    run: Run
+    lease: Lease | None = None
+
+    @property
+    def is_to_be_started(self) -> bool:
+        """True if it waits, or holds a lease without a container that anybody has seen."""
+        return self.state in (RunState.WAITING, RunState.STARTING)
+
+    @property
+    def state(self) -> RunState:
+        """The run's state at the moment at which both were read."""
+        if self.run.outcome:
+            return RunState(self.run.outcome)
+        if self.lease is None or self.lease.state is LeaseState.ENDED:
+            return RunState.WAITING
+        if self.lease.state is LeaseState.RUNNING:
+            return RunState.RUNNING
+        return RunState.STARTING

@@ -1,0 +1,127 @@
+"""Rows of runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from ..core.errors import UnknownRun
+from ..db.schema import OPEN_LEASE, OPEN_RUN, leases, runs
+from ..leases.models import RUN_PREFIX
+from .models import Run, Work
+from .rules import RunEnd
+
+_FIELDS = tuple(name for name in Run.__dataclass_fields__ if name not in ("work", "options"))
+_ALL = sa.select(*(runs.c[name] for name in _FIELDS), runs.c.work, runs.c.options)
+_IN_ORDER = _ALL.order_by(runs.c.created_at, runs.c.id)
+_OPEN = _IN_ORDER.where(OPEN_RUN)
+_END = (
+    sa.update(runs)
+    .where(runs.c.id == sa.bindparam("run"), OPEN_RUN)
+    .values(
+        ended_at=sa.bindparam("at"),
+        outcome=sa.bindparam("how"),
+        reason=sa.bindparam("why"),
+        exit_code=sa.bindparam("status"),
+    )
+)
+
+
+def insert(connection: sa.Connection, run: Run) -> bool:
+    """Insert a run. Returns False if its member has submitted one with its key."""
+    row = {name: getattr(run, name) for name in _FIELDS}
+    row |= {"work": json.dumps(asdict(run.work)), "options": json.dumps(dict(run.options))}
+    with connection.begin_nested() as savepoint:
+        try:
+            connection.execute(sa.insert(runs), row)
+        except IntegrityError as error:
+            if "one_run_a_key" not in str(error) and "runs.user" not in str(error):
+                raise
+            savepoint.rollback()
+            return False
+    return True
+
+
+def get(connection: sa.Connection, run_id: str, *, lock: bool = False) -> Run:
+    """Return a run. ``lock`` locks its row until the transaction ends. Raises UnknownRun."""
+    one = _ALL.where(runs.c.id == run_id)
+    row = connection.execute(one.with_for_update() if lock else one).one_or_none()
+    if row is None:
+        raise UnknownRun(run=run_id)
+    return _from_row(row)
+
+
+def of_key(connection: sa.Connection, user: str, key: str) -> Run | None:
+    """Return the run that a member submitted with a key; None if there is none."""
+    row = connection.execute(_ALL.where(runs.c.user == user, runs.c.key == key)).one_or_none()
+    return None if row is None else _from_row(row)
+
+
+def open_runs(connection: sa.Connection) -> list[Run]:
+    """Return all runs that have not ended, oldest first."""
+    return [_from_row(row) for row in connection.execute(_OPEN)]
+
+
+def are_active(connection: sa.Connection) -> bool:
+    """Return True if any run has not ended, or has a lease that has not."""
+    lease = OPEN_LEASE & leases.c.server_name.startswith(RUN_PREFIX, autoescape=True)
+    active = sa.exists().where(OPEN_RUN) | sa.exists().where(lease)
+    return bool(connection.execute(sa.select(active)).scalar())
+
+
+def count_open(connection: sa.Connection, user: str) -> int:
+    """Return how many of a member's runs have not ended."""
+    count = sa.select(sa.func.count()).select_from(runs).where(runs.c.user == user, OPEN_RUN)
+    return int(connection.execute(count).scalar_one())
+
+
+def ended_ids(connection: sa.Connection, ids: Collection[str]) -> set[str]:
+    """Return those of some runs that have ended."""
+    ended = sa.select(runs.c.id).where(runs.c.id.in_(ids), sa.not_(OPEN_RUN))
+    return set(connection.execute(ended).scalars())
+
+
+def newest(
+    connection: sa.Connection, user: str | None, limit: int, before: Run | None = None
+) -> list[Run]:
+    """Return a member's runs (None: everybody's), newest first, after ``before``."""
+    chosen = _ALL.order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit)
+    if user is not None:
+        chosen = chosen.where(runs.c.user == user)
+    if before is not None:
+        older = sa.tuple_(runs.c.created_at, runs.c.id) < (before.created_at, before.id)
+        chosen = chosen.where(older)
+    return [_from_row(row) for row in connection.execute(chosen)]
+
+
+def end(connection: sa.Connection, run_id: str, end: RunEnd, at: datetime) -> bool:
+    """End a run. Returns False if it has ended before: its first end stays."""
+    changes = {"how": end.outcome, "why": end.reason, "status": end.exit_code, "at": at}
+    return connection.execute(_END, {"run": run_id, **changes}).rowcount == 1
+
+
+def note_exit(connection: sa.Connection, run_id: str, exit_code: int) -> None:
+    """Record the exit status of an open run's program, before its lease ends."""
+    this = sa.update(runs).where(runs.c.id == run_id, OPEN_RUN)
+    connection.execute(this.values(exit_code=exit_code))
+
+
+def begin_again(connection: sa.Connection, run_id: str, lease_id: str) -> None:
+    """Let an open run begin again, after the end of this lease."""
+    this = sa.update(runs).where(runs.c.id == run_id, OPEN_RUN)
+    changes = {"restarts": runs.c.restarts + 1, "exit_code": None, "after_lease": lease_id}
+    connection.execute(this.values(changes))
+
+
+def _from_row(row: Sequence[Any]) -> Run:
+    *values, work, options = row
+    told = json.loads(work)
+    told["command"] = tuple(told["command"])
+    fields = dict(zip(_FIELDS, values, strict=True))
+    return Run(work=Work(**told), options=json.loads(options), **fields)

@@ -1,0 +1,87 @@
+"""How a run ends, and whether it begins again. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..leases.models import Lease, LeaseState
+from ..queue.models import Ticket
+from .models import Run
+
+MOST_OPEN = 100
+"""How many runs of one member may wait or run."""
+
+LONGEST_SLUG = 40
+
+_UNFIT = re.compile(r"[^a-z0-9]+")
+
+MOST_RESTARTS = 3
+"""How often a run begins again after ends that were not its own."""
+
+INTERRUPTIONS = frozenset({"lost"})
+"""Outcomes of leases that are our doing, and not the run's or its member's."""
+
+INTERRUPTED = frozenset({143, 255})
+"""Exit statuses of a container that somebody stopped, or that went down with its machine."""
+
+WENT_ON = frozenset({"granted", "replaced"})
+"""Outcomes of tickets after which a run has a lease or another ticket."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a run ended."""
+
+    outcome: str
+    """``done``, ``failed`` or ``stopped``."""
+    reason: str
+    """Why, as a sentence; empty if it is done."""
+    exit_code: int | None = None
+
+
+def end_of(lease: Lease, exit_code: int | None) -> RunEnd | None:
+    """Return how a run ended whose lease has ended; None if it was interrupted by us.
+
+    ``exit_code`` is its program's exit status; None if it never ended by itself.
+    """
+    if lease.state is not LeaseState.ENDED:
+        raise ValueError(f"lease {lease.id} is open")
+    if lease.outcome in INTERRUPTIONS:
+        return None
+    if lease.outcome == "failed":
+        return RunEnd("failed", sentence(lease.end_reason or "it could not start"))
+    if lease.outcome:
+        return RunEnd("stopped", sentence(lease.end_reason), exit_code)
+    if exit_code is None or exit_code in INTERRUPTED:
+        return None
+    if exit_code == 0:
+        return RunEnd("done", "", 0)
+    return RunEnd("failed", f"Its program ended with exit status {exit_code}.", exit_code)
+
+
+def end_after_ticket(ticket: Ticket) -> RunEnd | None:
+    """Return how a run ended that lost its place in the queue; None if it did not."""
+    if ticket.outcome in WENT_ON or not ticket.outcome:
+        return None
+    outcome = "stopped" if ticket.outcome == "cancelled" else "failed"
+    return RunEnd(outcome, sentence(ticket.end_reason))
+
+
+def slug_of(title: str) -> str:
+    """Return a title as lower-case letters, digits and hyphens; ``run`` if nothing is left."""
+    return _UNFIT.sub("-", title.lower())[:LONGEST_SLUG].strip("-") or "run"
+
+
+def may_restart(run: Run, lease: Lease) -> bool:
+    """Return True if a run begins again that was interrupted with this lease.
+
+    One whose program never began does so in any case: nothing was computed twice.
+    """
+    return run.restarts < MOST_RESTARTS and (run.requeue or lease.started_at is None)
+
+
+def sentence(reason: str) -> str:
+    """Return a reason as a sentence."""
+    text = reason[:1].upper() + reason[1:]
+    return text if not text or text.endswith((".", "!", "?")) else f"{text}."

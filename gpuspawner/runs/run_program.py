@@ -1,0 +1,122 @@
+"""Carries out a run in its container: a command, or a notebook from the top.
+
+The hub passes this text to the container's own ``python3`` (3.8 or newer), so it imports nothing of
+ours. The output goes to ``run.log`` in the run's folder, and to the container's log. Papermill
+writes a notebook's output as it comes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+WARNING_SECONDS = 120
+"""How long before its time limit a program gets SIGUSR1."""
+
+INTERRUPTED = 143
+"""Exit status after the engine asked for the end: nothing of the program's own."""
+
+
+def main() -> int:
+    """Carry out ``GPUSPAWNER_RUN_WORK``, and return its exit status."""
+    work = json.loads(os.environ["GPUSPAWNER_RUN_WORK"])
+    home = Path(os.environ.get("GPUSPAWNER_WORKSPACE") or Path.home())
+    folder = home / work["folder"]
+    folder.mkdir(parents=True, exist_ok=True)
+    seconds = int(os.environ.get("GPUSPAWNER_RUN_SECONDS") or 0)
+    started = datetime.now(timezone.utc)
+    environment = {**os.environ, "GPUSPAWNER_RUN_FOLDER": str(folder)}
+    if seconds:
+        environment["GPUSPAWNER_STOP_AT"] = _text(started + timedelta(seconds=seconds))
+    with (folder / "run.log").open("ab", buffering=0) as log:
+        status = _carry_out(work, home, folder, environment, log, seconds)
+    told = {
+        "id": os.environ["GPUSPAWNER_RUN_ID"],
+        "exit_status": status,
+        "started_at": _text(started),
+        "ended_at": _text(datetime.now(timezone.utc)),
+        **work,
+    }
+    (folder / "run.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    return status
+
+
+def _text(moment: datetime) -> str:
+    return moment.isoformat(timespec="seconds")
+
+
+def _carry_out(
+    work: dict[str, Any],
+    home: Path,
+    folder: Path,
+    environment: dict[str, str],
+    log: BinaryIO,
+    seconds: int,
+) -> int:
+    command = work["command"] or _notebook_command(work, home, folder)
+    # Ignored until the program says otherwise: whoever does not know of the signal is not ended.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        if not work["command"] and importlib.util.find_spec("papermill") is None:
+            raise OSError(0, "the image lacks papermill, which gpuspawner-lab installs")
+        process = subprocess.Popen(
+            command,
+            cwd=home / work["directory"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        _write(log, f"{work['notebook'] or command[0]} cannot start: {error.strerror}\n".encode())
+        return 127
+    was_ended = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        # SIGTERM is how the engine stops a container: the program may still save what it has.
+        if number == signal.SIGTERM:
+            was_ended.append(number)
+            number = signal.SIGINT
+        os.killpg(process.pid, number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, pass_on)
+    if seconds > WARNING_SECONDS:
+        warn = threading.Timer(seconds - WARNING_SECONDS, os.kill, (os.getpid(), signal.SIGUSR1))
+        warn.daemon = True
+        warn.start()
+    output = cast("BinaryIO", process.stdout).fileno()
+    for part in iter(lambda: os.read(output, 65536), b""):
+        _write(log, part)
+    status = process.wait()
+    if was_ended:
+        return INTERRUPTED
+    return 128 - status if status < 0 else status
+
+
+def _notebook_command(work: dict[str, Any], home: Path, folder: Path) -> list[str]:
+    words = [sys.executable, "-m", "papermill", str(home / work["notebook"])]
+    words += [str(folder / "output.ipynb"), "--log-output", "--no-progress-bar"]
+    words += ["--autosave-cell-every", "30", "--cwd", str(home / work["directory"])]
+    for name, value in work["parameters"].items():
+        words += ["-y", json.dumps({name: value})]  # JSON is YAML
+    return words
+
+
+def _write(log: BinaryIO, part: bytes) -> None:
+    log.write(part)
+    sys.stdout.buffer.write(part)
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Runs as JSON."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
+
+from ..core.errors import InvalidRequest
+from ..web.fields import invalid
+from ..web.schemas import (
+    Amount,
+    Answer,
+    Body,
+    Count,
+    DatedAnswer,
+    Flag,
+    Instant,
+    Key,
+    Written,
+    checked,
+    told,
+    written,
+)
+from .models import Work
+
+MOST_WORDS = 1000
+LONGEST_COMMAND = 32 * 1024
+"""Characters of a command, with its arguments."""
+LONGEST_TITLE = 100
+
+INPUT = re.compile(r"(?P<folder>runs/[^/]+)/input\.ipynb")
+"""A notebook that its member's program has copied into the folder of its run."""
+
+_PATH = re.compile(r"(?!/)(?!.*(?:^|/)\.\.(?:/|$))[^\x00]{1,500}")
+
+
+def _words(value: Any, field: str) -> tuple[str, ...]:
+    is_list = isinstance(value, list) and all(isinstance(word, str) for word in value)
+    if not is_list or len(value) > MOST_WORDS or any("\0" in word for word in value):
+        raise invalid(field, "is a list of texts: the program and its arguments.")
+    if sum(map(len, value)) > LONGEST_COMMAND:
+        raise invalid(field, f"has {LONGEST_COMMAND} characters at most.")
+    return tuple(value)
+
+
+def _path(value: Any, field: str) -> str:
+    if not isinstance(value, str) or (value and not _PATH.fullmatch(value)):
+        raise invalid(field, "is a path in your workspace, such as project/train.ipynb.")
+    return value
+
+
+def _object(value: Any, field: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise invalid(field, "is an object.")
+    return value
+
+
+Words = Annotated[
+    tuple[str, ...],
+    checked(_words),
+    WithJsonSchema({"type": "array", "items": {"type": "string"}, "maxItems": MOST_WORDS}),
+]
+NotebookPath = Annotated[
+    str, checked(_path), WithJsonSchema({"type": "string", "pattern": "^[^/][^\\u0000]{0,499}$|^$"})
+]
+JSONObject = Annotated[dict[str, Any], checked(_object), WithJsonSchema({"type": "object"})]
+
+
+class RunBody(Body):
+    """A run: a command or a notebook, and what it needs."""
+
+    command: Words = ()
+    notebook: NotebookPath = ""
+    parameters: JSONObject = {}
+    directory: NotebookPath = ""
+    title: Written = written(LONGEST_TITLE, "train", "")
+    options: JSONObject = {}
+    requeue: Flag = False
+    key: Key = ""
+
+    def work(self, folder: str) -> Work:
+        """Return what the run does. Raises InvalidRequest if that is not one thing.
+
+        ``folder`` is for its files; a notebook that is the ``input.ipynb`` of such a folder keeps
+        that one.
+        """
+        if (found := INPUT.fullmatch(self.notebook)) is not None:
+            folder = found["folder"]
+        if bool(self.command) == bool(self.notebook):
+            raise InvalidRequest(
+                "Send a command or a notebook: a run does one of them.", field="command"
+            )
+        if self.command and self.parameters:
+            raise InvalidRequest("Only a notebook has parameters.", field="parameters")
+        return Work(
+            command=self.command,
+            notebook=self.notebook,
+            parameters=self.parameters,
+            directory=self.directory,
+            folder=folder,
+        )
+
+
+class RunAnswer(Answer):
+    """A run."""
+
+    id: str = told("run.id")
+    user: str = told("run.user")
+    title: str = told("run.title")
+    state: str
+    command: tuple[str, ...] = told("run.work.command")
+    notebook: str = told("run.work.notebook")
+    parameters: dict[str, Any] = told("run.work.parameters")
+    directory: str = told("run.work.directory")
+    folder: str = told("run.work.folder")
+    requeue: bool = told("run.requeue")
+    restarts: Count = told("run.restarts")
+    created_at: Instant = told("run.created_at")
+    started_at: Instant | None = told("lease.started_at", None)
+    ended_at: Instant | None = told("run.ended_at")
+    reason: str = told("run.reason")
+    exit_status: int | None = told("run.exit_code")
+    lease: str | None = told("lease.id", None)
+    charged: Amount = told("lease.charged", 0)
+
+
+class RunsAnswer(DatedAnswer):
+    """Runs, newest first."""
+
+    runs: tuple[RunAnswer, ...]
+    next: str | None

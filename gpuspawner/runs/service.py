@@ -1,0 +1,222 @@
+"""Runs: submitted once, ended once, and begun again after an interruption of ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import sqlalchemy as sa
+
+from ..core.errors import TooManyRuns
+from ..db.clock import Timekeeper
+from ..db.engine import Store
+from ..leases import repository as leases_repository
+from ..leases.models import Lease, LeaseState, ServerRef
+from ..leases.sessions import goes_on, note_lease
+from ..members.service import require_member
+from ..notifications import repository as notifications_repository
+from ..notifications.models import NoticeKind
+from ..notifications.service import compose
+from ..queue import repository as queue_repository
+from ..queue.service import QueueService
+from . import repository
+from .models import FollowedRun, Run
+from .rules import MOST_OPEN, RunEnd, end_after_ticket, end_of, may_restart, sentence
+
+STOPPED_BY_MEMBER = "its member stopped it"
+
+
+@dataclass(eq=False)
+class RunService:
+    """The only code that submits and ends runs.
+
+    Methods are synchronous and thread-safe, like those of :class:`LeaseService`.
+    """
+
+    store: Store
+    clock: Timekeeper
+    _: KW_ONLY
+    queue: QueueService
+    log: logging.Logger
+
+    def submit(self, run: Run) -> tuple[Run, bool]:
+        """Write a run down; it then waits for its devices, whatever is killed.
+
+        Returns the run, and False if its member had submitted it before with the same key.
+        Raises MembershipEnded or TooManyRuns.
+        """
+        with self.store.write() as connection:
+            require_member(connection, run.user)
+            count = repository.count_open(connection, run.user)
+            known = repository.of_key(connection, run.user, run.key) if run.key else None
+            if known is None and count >= MOST_OPEN:
+                raise TooManyRuns(count=count, most=MOST_OPEN)
+            if not repository.insert(connection, run):
+                known = repository.of_key(connection, run.user, run.key)
+                if known is None:
+                    raise RuntimeError(f"the key of run {run.id} is taken by no run")
+                return known, False
+        self.log.info("Run %s of %s: submitted", run.id, run.user)
+        return run, True
+
+    def get(self, run_id: str) -> FollowedRun:
+        """Return a run, open or ended, with its newest lease. Raises UnknownRun."""
+        with self.store.read() as connection:
+            run = repository.get(connection, run_id)
+            return _followed(connection, [run])[0]
+
+    def open_runs(self) -> list[FollowedRun]:
+        """Return all runs that have not ended, oldest first."""
+        with self.store.read() as connection:
+            return _followed(connection, repository.open_runs(connection))
+
+    def are_active(self) -> bool:
+        """Return True if any run has not ended, or has left a lease behind."""
+        return self.store.run(repository.are_active)
+
+    def newest(
+        self, user: str | None = None, limit: int = 50, before: str | None = None
+    ) -> list[FollowedRun]:
+        """Return a member's runs (None: everybody's), newest first.
+
+        ``before``: only those submitted before this run. Raises UnknownRun.
+        """
+        with self.store.read() as connection:
+            last = None if before is None else repository.get(connection, before)
+            return _followed(connection, repository.newest(connection, user, limit, last))
+
+    def stop(self, run_id: str, *, actor: str, reason: str = "") -> FollowedRun:
+        """Stop a run: at once if it waits, else as soon as its container has ended.
+
+        Stopping it twice changes nothing. Raises UnknownRun.
+        """
+        followed = self.get(run_id)
+        if followed.run.outcome:
+            return followed
+        own = actor == followed.run.user
+        why = STOPPED_BY_MEMBER if own else (reason or "an admin stopped it")
+        now = self.clock()
+        with self.store.write() as connection:
+            lease = leases_repository.open_of(connection, followed.run.server)
+            if lease is None:
+                end = RunEnd("stopped", sentence(why))
+                if repository.end(connection, run_id, end, now):
+                    self.log.info("Run %s of %s: stopped", run_id, followed.run.user)
+            elif goes_on(lease):
+                outcome = "member" if own else "admin"
+                leases_repository.update(connection, lease.id, outcome=outcome, end_reason=why)
+                if not own:
+                    note_lease(connection, lease, "stop", actor, why, now)
+        # Last: who waits with the ticket then finds a run that has ended.
+        if ticket := self.queue.ticket_of(followed.run.server):
+            by = "" if own else actor
+            self.queue.end_ticket(ticket.id, "cancelled", why, actor=by, tell=False)
+        return self.get(run_id)
+
+    def note_exit(self, run_id: str, exit_code: int) -> None:
+        """Record the exit status of a run's program, before its lease is released."""
+        self.store.run(lambda c: repository.note_exit(c, run_id, exit_code), write=True)
+
+    def refuse(self, run_id: str, reason: str) -> None:
+        """End a run that cannot start, with the reason that its member reads."""
+        end, now = RunEnd("failed", reason), self.clock()
+        with self.store.write() as connection:
+            if repository.end(connection, run_id, end, now):
+                self._tell(connection, repository.get(connection, run_id))
+                self.log.info("Run %s failed: %s", run_id, reason)
+
+    def settle(self) -> list[Run]:
+        """End every run whose lease has ended; those that may begin again wait again.
+
+        Returns the runs that ended.
+        """
+        ended = []
+        for followed in self.open_runs():
+            if followed.lease is None:
+                run = self._settle_ticket(followed.run.id)
+            elif followed.lease.state is LeaseState.ENDED:
+                run = self._settle_one(followed.run.id) or self._settle_ticket(followed.run.id)
+            else:
+                continue
+            if run:
+                ended.append(run)
+        return ended
+
+    def strays(self, leases: Iterable[Lease]) -> list[Lease]:
+        """Return those of some leases whose run has ended, and whose container may go on."""
+        by_run = {lease.server.run_id: lease for lease in leases}
+        ended = self.store.run(lambda c: repository.ended_ids(c, list(by_run)))
+        return [lease for run_id, lease in by_run.items() if run_id in ended]
+
+    def _settle_ticket(self, run_id: str) -> Run | None:
+        """End a run whose ticket was ended, by whomever, before its turn came."""
+        with self.store.read() as connection:
+            ticket = queue_repository.newest_of_server(
+                connection, repository.get(connection, run_id).server
+            )
+        if ticket is None or (end := end_after_ticket(ticket)) is None:
+            return None
+        now = self.clock()
+        with self.store.write() as connection:
+            run = repository.get(connection, run_id, lock=True)
+            newest = queue_repository.newest_of_server(connection, run.server)
+            if newest is None or newest.id != ticket.id:
+                return None
+            if leases_repository.open_of(connection, run.server):
+                return None
+            if not repository.end(connection, run_id, end, now):
+                return None
+            ended = repository.get(connection, run_id)
+            self._tell(connection, ended)
+        self.log.info("Run %s of %s: %s", run_id, ended.user, end.outcome)
+        return ended
+
+    def _tell(self, connection: sa.Connection, run: Run) -> None:
+        """Tell the member how their run ended; who stopped it knows."""
+        if run.reason == sentence(STOPPED_BY_MEMBER) or run.ended_at is None:
+            return
+        key, kind = f"run:{run.id}", NoticeKind.RUN_ENDED
+        told = compose("run_ended", kind, key, run.user, run.ended_at, run=run, reason=run.reason)
+        notifications_repository.add(connection, told)
+
+    def _settle_one(self, run_id: str) -> Run | None:
+        now = self.clock()
+        with self.store.write() as connection:
+            run = repository.get(connection, run_id, lock=True)
+            lease = _newest_leases(connection, [run]).get(run.server)
+            if run.outcome or lease is None or not _has_to_settle(connection, run, lease):
+                return None
+            end = end_of(lease, run.exit_code)
+            if end is None:
+                if may_restart(run, lease):
+                    repository.begin_again(connection, run.id, lease.id)
+                    self.log.info("Run %s of %s begins again", run.id, run.user)
+                    return None
+                end = RunEnd("failed", f"It was interrupted: {lease.end_reason}.")
+            if not repository.end(connection, run.id, end, lease.ended_at or now):
+                return None
+            ended = repository.get(connection, run.id)
+            self._tell(connection, ended)
+        self.log.info("Run %s of %s: %s", run.id, run.user, end.outcome)
+        return ended
+
+
+def _has_to_settle(connection: sa.Connection, run: Run, lease: Lease) -> bool:
+    """Return True if the run's newest lease has ended, and that was not seen to."""
+    if lease.state is not LeaseState.ENDED or lease.id == run.after_lease:
+        return False
+    # A lease that was lost with its hub puts the ticket back into the queue.
+    waiting = queue_repository.open_of_member(connection, run.user)
+    return all(ticket.server != run.server for ticket in waiting)
+
+
+def _newest_leases(connection: sa.Connection, runs: Iterable[Run]) -> dict[ServerRef, Lease]:
+    """Return the newest lease of each run that ever had one."""
+    found = leases_repository.of_servers(connection, [run.server for run in runs])
+    return {lease.server: lease for lease in found}  # the last of each is the newest
+
+
+def _followed(connection: sa.Connection, runs: Sequence[Run]) -> list[FollowedRun]:
+    leases = _newest_leases(connection, runs)
+    return [FollowedRun(run, leases.get(run.server)) for run in runs]

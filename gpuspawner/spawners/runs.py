@@ -1,0 +1,155 @@
+"""Starts of runs: a spawner of their member's that starts a program in the place of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, cast
+
+from jupyterhub import orm
+from jupyterhub.objects import Server
+from jupyterhub.user import User
+from jupyterhub.utils import maybe_future
+
+from ..core.errors import GPUSpawnerError, MemberGone, NoRuns, TicketEnded, Unavailable
+from ..runs.models import Run, Work
+from ..runs.rules import slug_of
+from ..services import Services, hub_services
+from .mixin import GPUSpawnerMixin
+from .progress import FailedSpawn
+
+KEY = "gpuspawner_runs"
+
+
+class RunLauncher:
+    """All runs that this hub is about to start: each waits for its devices in a task of its own."""
+
+    def __init__(self, settings: MutableMapping[str, Any], services: Services) -> None:
+        self.settings = settings
+        self.services = services
+        self.log: logging.Logger = settings["log"]
+        self._starting: dict[str, tuple[Run, asyncio.Task[None]]] = {}
+
+    @classmethod
+    def of(cls, settings: MutableMapping[str, Any]) -> RunLauncher:
+        """Return the hub's only instance, from the settings of a handler."""
+        shared: MutableMapping[str, Any] = settings["users"].settings
+        if KEY not in shared:
+            services = hub_services(shared, shared["config"], shared["log"])
+            shared[KEY] = cls(shared, services)
+        found: RunLauncher = shared[KEY]
+        return found
+
+    @property
+    def starting(self) -> list[Run]:
+        """The runs that wait for their devices or whose container is on its way."""
+        return [run for run, _ in self._starting.values()]
+
+    async def submit(
+        self, user: User, work: Work, options: Mapping[str, Any], *, title: str, **fields: Any
+    ) -> Run:
+        """Check a run as the start of a server is checked, and write it down.
+
+        Raises Refused with a sentence for the member; then nothing was written.
+        """
+        run = Run(
+            id=f"{slug_of(title)}-{secrets.token_hex(4)}",
+            user=user.name,
+            title=title,
+            work=work,
+            options=dict(options),
+            created_at=self.services.clock(),
+            **fields,
+        )
+        spawner = self._spawner(user, run)
+        await spawner.refresh_catalog()
+        await spawner.apply_group_overrides()
+        environment, request = spawner.resolve_options()
+        terms = spawner.terms(environment, request)
+        engine = spawner.engine_for(request)
+        possible = self.services.queue.require_possible
+        await self.services.run(possible, run.server, request, engine=engine, terms=terms)
+        run = replace(run, options=dict(terms.options))
+        run, is_new = await self.services.run(self.services.runs.submit, run)
+        if is_new:
+            self._follow(run)
+        return run
+
+    async def start_all(self) -> None:
+        """See to every run that waits, also to those from before a restart of the hub."""
+        for followed in await self.services.run(self.services.runs.open_runs):
+            if followed.is_to_be_started and followed.run.id not in self._starting:
+                self._follow(followed.run)
+
+    def _follow(self, run: Run) -> None:
+        task = asyncio.ensure_future(self._start(run))
+        self._starting[run.id] = run, task
+        task.add_done_callback(lambda done: self._starting.pop(run.id, None))
+
+    async def _start(self, run: Run) -> None:
+        """Wait for the run's devices and start it; whatever goes wrong is written down."""
+        try:
+            user = self._user(run.user)
+            spawner = self._spawner(user, run)
+            await spawner.apply_group_overrides()
+            await maybe_future(spawner.run_pre_spawn_hook())
+            try:
+                await self._require_open(run)
+                await asyncio.wait_for(spawner.start(), spawner.start_timeout)
+            except BaseException:
+                await spawner.run_post_stop_hook()
+                raise
+        except FailedSpawn as error:
+            await self._refuse(run, error.error)
+        except GPUSpawnerError as error:
+            await self._refuse(run, error)
+        except Exception:
+            self.log.exception("Run %s of %s did not start", run.id, run.user)
+            cause = "an unexpected error occurred (tell your admin)"
+            await self._refuse(run, GPUSpawnerError(f"The run did not start: {cause}."))
+
+    async def _refuse(self, run: Run, error: GPUSpawnerError) -> None:
+        if isinstance(error, (Unavailable, TicketEnded)):
+            # The next round tries again, or settles what the end of its ticket means.
+            self.log.warning("Run %s of %s waits: %s", run.id, run.user, error.message)
+            return
+        with suppress(GPUSpawnerError):  # the next round refuses it again
+            await self.services.run(self.services.runs.refuse, run.id, error.message)
+
+    async def _require_open(self, run: Run) -> None:
+        """Raise MemberGone if the run was stopped while it got its devices."""
+        followed = await self.services.run(self.services.runs.get, run.id)
+        if followed.run.outcome:
+            raise MemberGone(why="the run was stopped")
+
+    def _user(self, name: str) -> User:
+        users = self.settings["users"]
+        if name not in users:
+            raise MemberGone(why="the member was removed")
+        return cast("User", users[name])
+
+    def _spawner(self, user: User, run: Run) -> GPUSpawnerMixin:
+        """Return a spawner that the Hub does not know, for one start of a run."""
+        spawner_class = self.settings["spawner_class"]
+        if not getattr(spawner_class, "runs_programs", False):
+            raise NoRuns()
+        name = run.server.name
+        spawner: GPUSpawnerMixin = spawner_class(
+            user=user,
+            orm_spawner=orm.Spawner(name=name),
+            hub=self.settings["hub"],
+            authenticator=user.authenticator,
+            config=self.settings["config"],
+            user_options=dict(run.options),
+        )
+        # A row of the Hub's gets these from its database.
+        nowhere = orm.Server(
+            proto="http", ip="", port=0, base_url=f"{user.base_url}{name}/", cookie_name=""
+        )
+        spawner.server = Server(orm_server=nowhere)
+        spawner.become_run(run)
+        return spawner

@@ -1,0 +1,260 @@
+"""`gpuspawner-run`: submits runs from a terminal of a session, and follows them.
+
+A run carries out a program or a notebook with GPUs of its own, and gives them back at its end. This
+uses the session's own token, which reaches the runs of its member and no others. Only the standard
+library is used.
+"""
+
+import argparse
+import json
+import os
+import ssl
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from datetime import datetime, timezone
+from pathlib import Path
+
+ENDED = ("done", "failed", "stopped")
+PAUSE = 2.0
+TIMEOUT = 30.0
+
+USAGE = """gpuspawner-run PROGRAM [options] [-- arguments of the program]
+       gpuspawner-run NOTEBOOK.ipynb [options] [-p NAME VALUE ...]
+       gpuspawner-run list | logs [-f] RUN | wait RUN | stop RUN"""
+
+
+class Refused(Exception):
+    """A sentence for the member."""
+
+
+def main(arguments=None):
+    """Run the command; the exit status is 1 after a refusal, and that of the run for `wait`."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if words and words[0] in COMMANDS:
+            return COMMANDS[words[0]](words[1:])
+        return submit(words)
+    except Refused as error:
+        print(f"gpuspawner-run: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def submit(words):
+    """Submit a program or a notebook."""
+    own, rest = (
+        (words[: words.index("--")], words[words.index("--") + 1 :])
+        if "--" in words
+        else (words, [])
+    )
+    parser = argparse.ArgumentParser(prog="gpuspawner-run", usage=USAGE)
+    parser.add_argument("program", help="a program, a .py file or an .ipynb notebook")
+    parser.add_argument("--gpus", type=int, help="how many; the environment's default if left out")
+    parser.add_argument("--hours", type=float, help="the time limit")
+    parser.add_argument("--model", dest="gpu_model", help="the GPU model, such as A100")
+    parser.add_argument("--environment", help="its name in the catalog; this session's if left out")
+    parser.add_argument("--account", help="who pays, such as group:vision")
+    parser.add_argument("--title", default="", help="what lists call it")
+    parser.add_argument(
+        "--requeue", action="store_true", help="begin again, at most three times, if interrupted"
+    )
+    parser.add_argument("--key", default="", help="a word of yours: the same key submits once")
+    parser.add_argument(
+        "-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE")
+    )
+    asked = parser.parse_args(own)
+    options = {
+        name: getattr(asked, name)
+        for name in ("gpus", "hours", "gpu_model", "environment", "account")
+        if getattr(asked, name) is not None
+    }
+    if "environment" not in options and os.environ.get("GPUSPAWNER_ENVIRONMENT"):
+        options["environment"] = os.environ["GPUSPAWNER_ENVIRONMENT"]
+    body = {
+        "title": asked.title or Path(asked.program).stem,
+        "options": options,
+        "requeue": asked.requeue,
+        "key": asked.key or uuid.uuid4().hex,
+        "directory": in_workspace(Path.cwd(), "the current folder"),
+    }
+    if asked.program.endswith(".ipynb"):
+        if rest:
+            raise Refused(
+                "a notebook takes its parameters with -p NAME VALUE, and nothing after --"
+            )
+        body["notebook"] = snapshot(Path(asked.program), body["title"])
+        body["parameters"] = {name: parsed(value) for name, value in asked.parameters}
+    elif asked.parameters:
+        raise Refused("only a notebook has parameters: give a program its arguments after --")
+    else:
+        body["command"] = command(asked.program) + rest
+    run = ask("POST", "", body)
+    print(f"{run['id']} is submitted. Its files are in {run['folder']} of your workspace.")
+    return 0
+
+
+def command(program):
+    """Return the words that start a program."""
+    path = Path(program)
+    if program.endswith(".py"):
+        if not path.is_file():
+            raise Refused(f"there is no file {program}")
+        return ["python3", "-u", program]
+    return [program]
+
+
+def workspace():
+    """Return the workspace: what a run sees of this container."""
+    return Path(os.environ.get("GPUSPAWNER_WORKSPACE") or Path.home()).resolve()
+
+
+def in_workspace(path, what):
+    """Return a path relative to the workspace."""
+    try:
+        found = path.resolve().relative_to(workspace())
+    except ValueError:
+        raise Refused(
+            f"{what} is not in your workspace, {workspace()}: a run sees nothing else"
+        ) from None
+    return "" if str(found) == "." else str(found)
+
+
+def snapshot(notebook, title):
+    """Copy a notebook into the folder of its run: what is edited later does not change it."""
+    try:
+        text = notebook.read_bytes()
+        json.loads(text)["cells"]
+    except OSError as error:
+        raise Refused(f"{notebook} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise Refused(f"{notebook} is not a notebook") from None
+    safe = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in title)
+    name = f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M%S}-{safe.strip('.-') or 'run'}"
+    folder = workspace() / "runs" / name
+    folder.mkdir(parents=True)
+    (folder / "input.ipynb").write_bytes(text)
+    return f"runs/{name}/input.ipynb"
+
+
+def parsed(value):
+    """Return a parameter as JSON says it, or else the text."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def list_runs(words):
+    """Print the newest runs."""
+    argparse.ArgumentParser(prog="gpuspawner-run list").parse_args(words)
+    for run in ask("GET", "?limit=20")["runs"]:
+        print(
+            f"{run['id']:30}  {run['state']:8}  {run['created_at'][:16]}  {run['reason']}".rstrip()
+        )
+    return 0
+
+
+def logs(words):
+    """Print a run's output, and follow it."""
+    parser = argparse.ArgumentParser(prog="gpuspawner-run logs")
+    parser.add_argument("-f", "--follow", action="store_true", help="until the run ends")
+    parser.add_argument("run")
+    asked = parser.parse_args(words)
+    run = ask("GET", f"/{name_of(asked.run)}")
+    log, seen = workspace() / run["folder"] / "run.log", 0
+    while True:
+        seen += show(log, seen)
+        if not asked.follow or run["state"] in ENDED:
+            break
+        time.sleep(PAUSE)
+        run = ask("GET", f"/{name_of(asked.run)}")
+    show(log, seen)
+    if not log.exists():
+        print(f"{run['id']} has no output yet: it is {run['state']}.", file=sys.stderr)
+    return 0
+
+
+def show(log, start):
+    """Print what a file has beyond a position, and return how many bytes."""
+    try:
+        with log.open("rb") as file:
+            file.seek(start)
+            part = file.read()
+    except FileNotFoundError:
+        return 0
+    sys.stdout.buffer.write(part)
+    sys.stdout.buffer.flush()
+    return len(part)
+
+
+def wait(words):
+    """Wait for a run's end, and return its exit status."""
+    parser = argparse.ArgumentParser(prog="gpuspawner-run wait")
+    parser.add_argument("run")
+    asked = parser.parse_args(words)
+    while (run := ask("GET", f"/{name_of(asked.run)}"))["state"] not in ENDED:
+        time.sleep(PAUSE)
+    verb = "" if run["state"] == "failed" else {"done": "is ", "stopped": "was "}[run["state"]]
+    print(f"{run['id']} {verb}{run['state']}. {run['reason']}".rstrip())
+    return 0 if run["state"] == "done" else run["exit_status"] or 1
+
+
+def stop(words):
+    """Stop a run."""
+    parser = argparse.ArgumentParser(prog="gpuspawner-run stop")
+    parser.add_argument("run")
+    run = ask("DELETE", f"/{name_of(parser.parse_args(words).run)}")
+    print(f"{run['id']}: {run['state'] if run['state'] in ENDED else 'it is being stopped'}.")
+    return 0
+
+
+COMMANDS = {"list": list_runs, "logs": logs, "wait": wait, "stop": stop}
+
+
+def name_of(run):
+    """Return a run's id as part of a URL."""
+    return urllib.parse.quote(run, safe="")
+
+
+def ask(method, path, body=None):
+    """Send a request to the hub, and return its answer."""
+    api, token = (os.environ.get(f"JUPYTERHUB_API_{name}") for name in ("URL", "TOKEN"))
+    if not (api and token):
+        raise Refused("this works in a session of the hub; a run itself cannot submit runs")
+    request = urllib.request.Request(
+        f"{api.rstrip('/')}/gpuspawner/runs{path}",
+        method=method,
+        headers={"Authorization": f"token {token}", "Content-Type": "application/json"},
+        data=None if body is None else json.dumps(body).encode(),
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT, context=tls()) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        try:
+            message = json.load(error)["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"the hub answered {error.code}"
+        raise Refused(message) from None
+    except (OSError, ValueError):
+        raise Refused("the hub does not respond; try again in a moment") from None
+
+
+def tls():
+    """Return the certificates of this server, if the hub uses its own."""
+    files = ("JUPYTERHUB_SSL_KEYFILE", "JUPYTERHUB_SSL_CERTFILE", "JUPYTERHUB_SSL_CLIENT_CA")
+    key, certificate, authority = (os.environ.get(name) for name in files)
+    if not key:
+        return None
+    context = ssl.create_default_context(cafile=authority)
+    context.load_cert_chain(certificate, key)
+    return context
+
+
+if __name__ == "__main__":
+    sys.exit(main())

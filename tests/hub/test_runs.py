@@ -1,0 +1,234 @@
+"""Runs: commands with a lease and without a server. Real: hub, proxy, accounting service, a Docker
+Engine, containers of our base image."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine import PrivateEngine
+from tests.support.gpu_hub import GPUHub
+from tests.support.images import BASE
+from tests.support.processes import free_port, wait_for
+
+CATALOG = f"""
+environments:
+  - slug: base
+    display_name: Base
+    image: {BASE}
+    default: true
+    devices: {{default: 1, max: 2}}
+"""
+
+CONFIG = """
+c.GPUDockerSpawner.workspace = "{folder}/work-{{raw_username}}"
+c.GPURates.by_model = {{"*": 60}}
+import gpuspawner
+gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
+"""
+
+SLEEP = ["python3", "-c", "import time; print('here', flush=True); time.sleep(600)"]
+
+
+@pytest.fixture(scope="module")
+def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[GPUHub]:
+    config = CONFIG.format(port=free_port(), folder=folder)
+    with GPUHub(folder / "hub", engine, config, catalog=CATALOG) as hub:
+        yield hub
+    engine.clean()
+
+
+def submit(hub: GPUHub, user: str, **body: Any) -> dict[str, Any]:
+    hub.browser_of(user)  # the first visit opens the account
+    answer = hub.call(user, "POST", "runs", json=body)
+    assert answer.status_code == 201, answer.text
+    return dict(answer.json())
+
+
+def run_of(hub: GPUHub, user: str, run_id: str) -> dict[str, Any]:
+    return dict(hub.call(user, "GET", f"runs/{run_id}").json())
+
+
+def in_state(hub: GPUHub, user: str, run_id: str, *states: str) -> dict[str, Any]:
+    def there() -> list[dict[str, Any]]:
+        run = run_of(hub, user, run_id)
+        return [run] if run.get("state") in states else []
+
+    (run,) = wait_for(there, f"a run that is {' or '.join(states)}", timeout=90)
+    return run
+
+
+def ended(hub: GPUHub, user: str, run_id: str) -> dict[str, Any]:
+    return in_state(hub, user, run_id, "done", "failed", "stopped")
+
+
+def assert_all_given_back(hub: GPUHub) -> None:
+    wait_for(lambda: hub.containers() == [], "the end of the containers")
+    assert hub.taken() == {}
+
+
+def workspace(folder: Path, user: str) -> Path:
+    return folder / f"work-{user}"
+
+
+def test_command_runs_with_its_gpu_and_gives_it_back(
+    hub: GPUHub, member: str, folder: Path
+) -> None:
+    program = "import os, json; print(json.dumps(dict(os.environ)))"
+    run = submit(hub, member, command=["python3", "-c", program], title="Train it")
+    assert run["id"].startswith("train-it-")
+    run = ended(hub, member, run["id"])
+    assert (run["state"], run["exit_status"], run["reason"]) == ("done", 0, "")
+    (lease,) = hub.leases(member)
+    assert lease.end_reason == "exit code 0" and lease.server.run_id == run["id"]
+    assert_all_given_back(hub)
+
+    files = workspace(folder, member) / run["folder"]
+    environment = json.loads((files / "run.log").read_text())
+    assert environment["NVIDIA_VISIBLE_DEVICES"] == lease.uuids[0]
+    assert not [name for name in environment if name.startswith("JUPYTERHUB_")], "opens nothing"
+    assert json.loads((files / "run.json").read_text())["exit_status"] == 0
+
+
+def test_failed_program_is_told(hub: GPUHub, member: str) -> None:
+    run = submit(hub, member, command=["python3", "-c", "raise SystemExit(3)"])
+    run = ended(hub, member, run["id"])
+    assert (run["state"], run["exit_status"]) == ("failed", 3)
+    (notice,) = hub.call(member, "GET", "notices").json()["notices"]
+    assert notice["title"] == "Your run python3 failed"
+    assert "exit status 3" in notice["body"] and run["folder"] in notice["body"]
+
+
+def test_program_that_is_not_there_is_told(hub: GPUHub, member: str, folder: Path) -> None:
+    run = ended(hub, member, submit(hub, member, command=["no-such-program"])["id"])
+    assert (run["state"], run["exit_status"]) == ("failed", 127)
+    log = (workspace(folder, member) / run["folder"] / "run.log").read_text()
+    assert log == "no-such-program cannot start: No such file or directory\n"
+
+
+def test_running_run_is_stopped_by_its_member(hub: GPUHub, member: str, folder: Path) -> None:
+    program = (
+        "import time\ntry: time.sleep(600)\n"
+        "except KeyboardInterrupt: open('saved', 'w').write('yes')"
+    )
+    run = submit(hub, member, command=["python3", "-c", program])
+    in_state(hub, member, run["id"], "running")
+    hub.browser_of("member7")
+    stranger = hub.call("member7", "DELETE", f"runs/{run['id']}")
+    assert stranger.status_code == 404
+    stopped = hub.call(member, "DELETE", f"runs/{run['id']}")
+    assert stopped.status_code == 200, stopped.text
+    run = ended(hub, member, run["id"])
+    assert (run["state"], run["reason"]) == ("stopped", "Its member stopped it.")
+    assert (workspace(folder, member) / "saved").read_text() == "yes", "it got SIGINT first"
+    assert_all_given_back(hub)
+
+
+def test_waiting_run_outlives_the_hub_and_starts_in_its_turn(hub: GPUHub, member: str) -> None:
+    holders = [submit(hub, member, command=SLEEP)["id"] for _ in hub.devices]
+    for run_id in holders:
+        in_state(hub, member, run_id, "running")
+    waits = submit(hub, member, command=["true"])["id"]
+    in_state(hub, member, waits, "waiting")
+    hub.kill9()
+    hub.start()
+    assert run_of(hub, member, waits)["state"] == "waiting"
+    assert {run_of(hub, member, run_id)["state"] for run_id in holders} == {"running"}
+    hub.call(member, "DELETE", f"runs/{holders[0]}").raise_for_status()
+    assert ended(hub, member, waits)["state"] == "done"
+    for run_id in holders[1:]:
+        hub.call(member, "DELETE", f"runs/{run_id}").raise_for_status()
+    for run_id in holders:
+        run = ended(hub, member, run_id)
+        assert run["state"] == "stopped"
+    assert_all_given_back(hub)
+    leases = [lease.server.run_id for lease in hub.leases(member)]
+    assert sorted(x for x in leases if x in (*holders, waits)) == sorted((*holders, waits))
+
+
+def test_interrupted_run_begins_again_if_it_may(hub: GPUHub, member: str) -> None:
+    program = "import os, time; os.environ['GPUSPAWNER_RESTARTS'] == '0' and time.sleep(600)"
+    command = ["python3", "-c", program]
+    runs = {may: submit(hub, member, command=command, requeue=may)["id"] for may in (True, False)}
+    for run_id in runs.values():
+        in_state(hub, member, run_id, "running")
+    for container in hub.containers():
+        hub.engine.client.stop(container["Id"], timeout=10)
+    again, over = (ended(hub, member, runs[may]) for may in (True, False))
+    assert (again["state"], again["restarts"], again["exit_status"]) == ("done", 1, 0)
+    assert (over["state"], over["restarts"]) == ("failed", 0)
+    assert over["reason"].startswith("It was interrupted: ")
+    assert len(hub.leases(member)) == 3
+    assert_all_given_back(hub)
+
+
+@pytest.mark.parametrize("moment", ["submitted", "running", "ending"])
+def test_run_ends_once_though_hub_and_service_are_killed(
+    hub: GPUHub, member: str, moment: str
+) -> None:
+    program = "import time; time.sleep(4)"
+    run_id = submit(hub, member, command=["python3", "-c", program])["id"]
+    if moment != "submitted":
+        in_state(hub, member, run_id, "running")
+    if moment == "ending":
+        wait_for(lambda: hub.engine.client.containers() == [], "the end of the program")
+    hub.kill9(services=True)
+    hub.start()
+    run = ended(hub, member, run_id)
+    assert (run["state"], run["exit_status"]) == ("done", 0)
+    charged = [lease for lease in hub.leases(member) if lease.charged]
+    assert len(charged) == 1, "charged once"
+    assert_all_given_back(hub)
+
+
+def test_bad_submissions_are_refused_in_words(hub: GPUHub, member: str) -> None:
+    hub.browser_of(member)
+    for body, words in (
+        ({}, "Send a command or a notebook"),
+        ({"command": ["a"], "notebook": "b.ipynb"}, "Send a command or a notebook"),
+        ({"command": ["a"], "parameters": {"x": 1}}, "Only a notebook has parameters"),
+        ({"notebook": "../other/b.ipynb"}, "is a path in your workspace"),
+        ({"command": "a"}, "is a list of texts"),
+        ({"command": ["a"], "options": {"gpus": 64}}, "GPUs"),
+        ({"command": ["a"], "options": {"environment": "no-such"}}, "no-such"),
+        ({"command": ["a"], "options": {"image": "evil"}}, "image"),
+        ({"command": ["a"], "devices": ["GPU-1"]}, "devices"),
+    ):
+        answer = hub.call(member, "POST", "runs", json=body)
+        assert answer.status_code == 400 and words in answer.json()["message"], answer.text
+    assert hub.call(member, "GET", "runs").json()["runs"] == []
+
+
+def test_same_key_submits_once(hub: GPUHub, member: str) -> None:
+    first, again = (submit(hub, member, command=["true"], key="night") for _ in range(2))
+    assert first["id"] == again["id"]
+    ended(hub, member, first["id"])
+    assert len(hub.leases(member)) == 1
+
+
+def test_terminal_of_a_session_submits_follows_and_stops(hub: GPUHub, member: str) -> None:
+    """With the session's own token, which reaches the runs of its member alone."""
+    others = submit(hub, "member7", command=["true"])["id"]
+    ended(hub, "member7", others)
+    hub.spawn_and_wait(member, {"environment": "base", "gpus": 1})
+    ref = hub.container_of(member)
+
+    def run(*words: str, status: int = 0) -> str:
+        code, output = hub.engine.execute(ref, words)
+        assert code == status, output
+        return output
+
+    run("sh", "-c", "echo 'print(input.__name__, flush=True); raise SystemExit(4)' > job.py")
+    said = run("gpuspawner-run", "job.py", "--gpus", "1", "--hours", "1", "--title", "Night job")
+    name = said.split()[0]
+    assert name.startswith("night-job-")
+    run("gpuspawner-run", "wait", name, status=4)
+    assert run("gpuspawner-run", "logs", "-f", name) == "input"
+    assert name in run("gpuspawner-run", "list") and others not in run("gpuspawner-run", "list")
+    assert "no run" in run("gpuspawner-run", "stop", others, status=1)
+    assert "no file" in run("gpuspawner-run", "missing.py", status=1)
+    hub.stop_server(member)

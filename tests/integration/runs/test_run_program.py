@@ -1,0 +1,135 @@
+"""What carries out a run in its container. Real: the program, papermill, a kernel; no container."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from gpuspawner.runs import run_program
+from tests.support.processes import wait_for
+
+
+def start(workspace: Path, seconds: int | None = None, **work: Any) -> subprocess.Popen[str]:
+    told = {"command": [], "notebook": "", "parameters": {}, "directory": "", "folder": "runs/one"}
+    environment = {
+        "GPUSPAWNER_WORKSPACE": str(workspace),
+        "GPUSPAWNER_RUN_ID": "one-0a1b2c3d",
+        "GPUSPAWNER_RUN_WORK": json.dumps(told | work),
+        "GPUSPAWNER_RUN_SECONDS": "" if seconds is None else str(seconds),
+    }
+    program = Path(run_program.__file__).read_text(encoding="utf-8")
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def carried_out(workspace: Path, seconds: int | None = None, **work: Any) -> tuple[int, str]:
+    process = start(workspace, seconds, **work)
+    said, _ = process.communicate(timeout=60)
+    return process.returncode, said
+
+
+def python(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+def test_output_and_exit_status_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir()
+    program = "import os; print(os.getcwd(), flush=True); print(open(0).read() == ''); exit(5)"
+    status, said = carried_out(tmp_path, command=python(program), directory="project")
+    assert (status, said) == (5, f"{tmp_path}/project\nTrue\n")
+    assert (tmp_path / "runs/one/run.log").read_text() == said
+    told = json.loads((tmp_path / "runs/one/run.json").read_text())
+    assert (told["id"], told["exit_status"], told["directory"]) == ("one-0a1b2c3d", 5, "project")
+
+
+def test_program_knows_its_end(tmp_path: Path) -> None:
+    before = datetime.now(timezone.utc).replace(microsecond=0)
+    program = "import os; print(os.environ['GPUSPAWNER_STOP_AT'])"
+    _, said = carried_out(tmp_path, 3600, command=python(program))
+    assert before <= datetime.fromisoformat(said.strip()) - timedelta(hours=1)
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_program_is_warned_before_the_end(tmp_path: Path, handles: bool) -> None:
+    """Two seconds from its start here; who does not know of the signal goes on."""
+    handler = "signal.signal(signal.SIGUSR1, lambda *_: print('saved', flush=True))"
+    program = f"import signal, time\n{handler if handles else ''}\ntime.sleep(4)\nprint('end')"
+    status, said = carried_out(tmp_path, 122, command=python(program))
+    assert (status, said) == (0, "saved\nend\n" if handles else "end\n")
+
+
+def test_stop_lets_the_program_save(tmp_path: Path) -> None:
+    program = (
+        "import time\nprint('on', flush=True)\ntry: time.sleep(60)\n"
+        "except KeyboardInterrupt: print('saved')"
+    )
+    process = start(tmp_path, command=python(program))
+    log = tmp_path / "runs/one/run.log"
+    wait_for(lambda: log.exists() and "on" in log.read_text(), "its first line")
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=30)
+    assert (process.returncode, said) == (run_program.INTERRUPTED, "on\nsaved\n")
+
+
+def notebook(path: Path, *cells: str) -> None:
+    found = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    found.cells[0].metadata["tags"] = ["parameters"]
+    found.metadata["kernelspec"] = {
+        "name": "python3",
+        "display_name": "Python",
+        "language": "python",
+    }
+    nbformat.write(found, path)
+
+
+def outputs(path: Path) -> list[str]:
+    return [
+        "".join(output.get("text", "") for output in cell.outputs)
+        for cell in nbformat.read(path, 4).cells
+        if cell.cell_type == "code"
+    ]
+
+
+def test_notebook_gets_parameters_and_keeps_finished_cells(tmp_path: Path) -> None:
+    notebook(tmp_path / "a.ipynb", "seed = 1", "print(seed)", "1 / 0", "print('never')")
+    status, said = carried_out(tmp_path, notebook="a.ipynb", parameters={"seed": [3, "x"]})
+    assert status == 1 and "ZeroDivisionError" in said
+    assert "[3, 'x']\n" in outputs(tmp_path / "runs/one/output.ipynb")
+    assert "never" not in outputs(tmp_path / "runs/one/output.ipynb")
+
+
+def test_killed_notebook_has_every_finished_cell(tmp_path: Path) -> None:
+    notebook(tmp_path / "a.ipynb", "", "print('first')", "import time; time.sleep(60)")
+    process = start(tmp_path, notebook="a.ipynb")
+    output = tmp_path / "runs/one/output.ipynb"
+    wait_for(lambda: output.exists() and "first\n" in outputs(output), "the first cell", timeout=60)
+    group = os.getpgid(process.pid)
+    assert group == os.getpgid(0)  # papermill and its kernel are in a session of their own
+    children = [
+        int(pid)
+        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ]
+    process.kill()
+    for child in children:
+        os.killpg(child, signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert "first\n" in outputs(output)
+
+
+def test_missing_program_is_told(tmp_path: Path) -> None:
+    status, said = carried_out(tmp_path, command=["no-such-program"])
+    assert (status, said) == (127, "no-such-program cannot start: No such file or directory\n")
