@@ -21,6 +21,8 @@ from tornado.web import RequestHandler
 from gpuspawner.config import PAGES
 from gpuspawner.core.units import MICRO
 from gpuspawner.ledger.models import member_account
+from gpuspawner.runs.models import Run, Work
+from gpuspawner.runs.rules import slug_of
 from gpuspawner.web.app import ROUTES
 from tests.support.catalog_files import CATALOG, FILES
 from tests.support.compatibility import HUB_6
@@ -107,11 +109,19 @@ def furnish(hub: FurnishedHub) -> dict[str, str]:
         str(place), "archive workspace", actor="kim", detail="/srv/archives/fay-2026-11-01.tar.zst"
     )
     services.storage.claim_workspace(str(place), "an admin puts them back")
+    for title in ("train", "a notebook with a name that is longer than most others", "sweep"):
+        work = Work(command=("python3", "train.py"), folder=f"runs/2026-11-01-120000-{title}")
+        run = Run(
+            id=slug_of(title), user="ada", title=title, work=work, created_at=services.clock()
+        )
+        services.runs.submit(run)
+        services.runs.refuse(run.id, "Its program ended with exit status 1.")
     made = hub.call("ada", "POST", "folders", json={"name": "seminar-data"})
     assert made.ok, made.text
     transfer = services.reports.statement_page("member:ada").entries[0].transfer
     return {
         "past": past.id,
+        "run": run.id,
         "lease": lease.id,
         "ticket": tickets[0].id,
         "next_ticket": tickets[1].id,
@@ -163,6 +173,8 @@ SERVICE: dict[str, tuple[tuple[str, str], ...]] = {
     "leases/([0-9a-f]{1,64})/snooze": ((MEMBER, "leases/{lease}/snooze"),),
     "leases/([0-9a-f]{1,64})/restart": ((MEMBER, "leases/{lease}/restart"),),
     "leases/([0-9a-f]{1,64})/refund": ((ADMIN, "leases/{past}/refund"),),
+    "runs": ((MEMBER, "runs"), (ADMIN, "runs?all=1"), (NEW, "runs")),
+    "runs/([0-9a-z-]{1,64})/stop": ((MEMBER, "runs/{run}/stop"),),
     "payer": ((MEMBER, "payer"),),
     "statement": ((MEMBER, "statement"),),
     "accounts": ((ADMIN, "accounts"),),
@@ -216,6 +228,8 @@ NO_HUB_PAGES = {
     r"/environments/-/live": "JSON",
     r"/catalog/-/updates": "JSON",
     r"/environments/([^/]+)/logo": "a picture",
+    r"/api/gpuspawner/launcher": "JSON, for the accounting service",
+    r"/api/gpuspawner/launcher/start": "JSON, for the accounting service",
     r"/api/gpuspawner/updates": "JSON",
     r"/api/gpuspawner/updates/([^/]+)": "JSON",
     r"/notices": "JSON",

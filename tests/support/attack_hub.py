@@ -29,7 +29,7 @@ from tests.support.brokers import services_on
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
 from tests.support.hub import NAVIGATION
-from tests.support.processes import PATIENCE, free_port
+from tests.support.processes import PATIENCE, free_port, wait_for
 
 VICTIM, THIEF, OWNER = "victoria", "mallory", "olga"
 HOSTILE = '"><img src=x onerror=window.hacked=1>'
@@ -101,6 +101,7 @@ KEPT = (
         db_schema.roster,
         db_schema.payers,
         db_schema.workspaces,
+        db_schema.runs,
     ),
     *(
         db_schema.lots,
@@ -139,7 +140,7 @@ class AttackHub(GPUHub):
     """One device, which Victoria's server has; her second server waits for it."""
 
     secret = "0f5b1f3c9d2e4a6b"
-    lease = ticket = plans = transfer = ""
+    lease = ticket = plans = transfer = run = ""
     """Ids of what is hers."""
     over = ""
     """The id of a session of Olga's that is over, and cost something."""
@@ -182,6 +183,7 @@ class AttackHub(GPUHub):
             self.transfer = services.reports.statement_page(f"member:{VICTIM}").entries[0].transfer
         [waiting] = self.service("GET", "api/queue", VICTIM).json()["tickets"]
         self.ticket = waiting["id"]
+        self.run = self.ended_run(VICTIM, title=HOSTILE)
 
     # Calling the service.
 
@@ -215,6 +217,7 @@ class AttackHub(GPUHub):
             "queue": self.ticket,
             "rates": "1",
             "refills": "1",
+            "runs": self.run,
             "tickets": self.ticket,
             "transfers": self.transfer,
         }
@@ -227,6 +230,17 @@ class AttackHub(GPUHub):
                 table.name: sorted(map(repr, connection.execute(sa.select(*_columns(table)))))
                 for table in KEPT
             }
+
+    def ended_run(self, user: str, title: str) -> str:
+        """The id of a run of this member's, which fails: its image has no Python."""
+        sent = {"command": ["true"], "title": title, "key": "one"}
+        sent["options"] = {"environment": "small", "gpus": 0}
+        made = self.service("POST", "api/runs", user, json=sent)
+        assert made.ok, made.text
+        run = str(made.json()["id"])
+        path = f"api/runs/{run}"
+        wait_for(lambda: self.service("GET", path, user).json()["ended_at"], "the end of the run")
+        return run
 
     def put_on_roster(self, name: str) -> None:
         """Give a name an entry on the roster, which no authenticator here asks for."""

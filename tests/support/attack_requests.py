@@ -58,7 +58,7 @@ class Call:
 
     @property
     def method(self) -> str:
-        """``GET``, ``POST`` or ``PUT``."""
+        """``GET``, ``POST``, ``PUT`` or ``DELETE``."""
         return self.door.method
 
     @property
@@ -86,6 +86,7 @@ _FAR = date.today() + timedelta(days=180)
 FORM_REFILL = {**REFILL, "rule": f"FREQ=YEARLY;BYMONTH={_FAR.month};BYMONTHDAY={_FAR.day}"}
 """The same by the form, which asks for no beginning: its rules begin at the next full minute."""
 RESTORED = {"archive": "{archive}", "workspace": "{workspace}"}
+SMALL = {"environment": "small", "gpus": 0}
 FOLDER = {"confirm": "yes", "member": FRIEND}
 
 RIGHT = {
@@ -109,6 +110,9 @@ RIGHT = {
     "POST queue/{ticket}/boost": Right(ADMIN, {"points": "9", "reason": WHY}),
     "POST queue/{ticket}/cancel": Right(ADMIN, {"reason": WHY}),
     "POST tickets/{ticket}/cancel": Right(OWNER, YES),
+    "POST api/runs": Right(OWNER, {"command": ["true"], "options": SMALL, "key": "two"}),
+    "DELETE api/runs/{run}": Right(OWNER),
+    "POST runs/{run}/stop": Right(OWNER, YES),
     "POST members": Right(ADMIN, {**YES, "lines": "name\n{new}"}),
     "POST members/{entry}/end": Right(ADMIN, YES),
     "POST api/catalog/small/update": Right(ADMIN, {"digest": f"sha256:{'0' * 64}"}),
@@ -254,6 +258,8 @@ class Requests:
             self._settle()
         if re.match("(api/)?workspaces/", call.path):
             wait_for(self._jobs_ended, "the end of what it began")
+        if call.path == "api/runs":
+            wait_for(self._runs_ended, "the end of what it began")
         return _changed(call, answer), tells
 
     # Below here: how.
@@ -284,13 +290,20 @@ class Requests:
                 for key, value in right.sent.items()
             }
         then = right.then and (right.then[0].format(**values), right.then[1])
-        hers = (OWNER, *(values[w] for w in ("lease", "ticket", "folder") if w in values))
+        hers = (OWNER, *(values[w] for w in ("lease", "ticket", "folder", "run") if w in values))
         path = name.partition(" ")[2].format(**values)
         return Call(name, door, path, _may(name), sent, then, hers)
 
     def _jobs_ended(self) -> bool:
         jobs = self.hub.service("GET", "api/workspaces/jobs", ADMIN).json()["jobs"]
         return all(job["ended_at"] for job in jobs)
+
+    def _runs_ended(self) -> bool:
+        runs = self.hub.service("GET", "api/runs", OWNER).json()["runs"]
+        return all(run["ended_at"] for run in runs)
+
+    def _run(self, name: str, right: Right) -> dict[str, str]:
+        return {"run": self.hub.ended_run(OWNER, "olgas-secret-plan")}
 
     def _lease(self, name: str, right: Right) -> dict[str, str]:
         if "refund" in name:
@@ -388,6 +401,7 @@ def shape(hub: AttackHub, door: Door) -> str:
         (hub.ticket, "ticket"),
         (hub.plans, "folder"),
         (hub.transfer, "transfer"),
+        (hub.run, "run"),
         (hub.devices[0], "device"),
     ):
         path = path.replace(value, f"{{{word}}}")
