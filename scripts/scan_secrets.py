@@ -31,7 +31,7 @@ NO_SECRETS = (
     "^eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJhZGEifQ.",  # a token that a test looks for in logs
     "^gpuspawner.auth:",  # entry points with "password" in their names
 )
-LOCKED = ("requirements.lock", ".svg", ".png", ".ico", ".woff2")
+LOCKED = (".lock", ".svg", ".png", ".ico", ".woff2")
 """Hashes and pictures."""
 FULL = ("tests/", "images/common/lab/share/")
 """Folders that are full of what looks like a secret."""

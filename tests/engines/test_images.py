@@ -1,12 +1,14 @@
 """Real: the images that we ship, built and run by a real Docker Engine under a real hub.
 
-PyTorch itself is real where pip on this machine has a wheel of it at hand; elsewhere a small
-package stands in for its gigabytes, and the test's name says so.
+They are built from their lock files, on a Debian base: NVIDIA's and NGC's own bases are not here.
+JAX and TensorFlow come without CUDA's gigabytes, and so does PyTorch, where pip on this machine has
+a wheel of it at hand; elsewhere its image is built without it, and the test's name says so.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import re
@@ -28,7 +30,8 @@ from tests.support.processes import REPO, wait_for
 from tests.support.tier import SOAK
 
 PYTORCH = "gpuspawner/pytorch:test"
-STAND_IN = "colorama"
+WITH_CUDA = re.compile("torch==|triton==|nvidia-|cuda-")
+"""The packages of the PyTorch image's lock that another torch replaces."""
 
 
 def torch_wheel() -> Path | None:
@@ -196,24 +199,25 @@ def test_base_image_is_precompiled_and_has_an_sbom(
     assert f"pkg:pypi/jupyterhub@{version('jupyterhub')}" in parts
     assert any(part.startswith("pkg:deb/debian/tini@") for part in parts)
     lock = (REPO / "images" / "base" / "requirements.lock").read_text(encoding="utf-8")
-    locked = {f"pkg:pypi/{x.replace('==', '@')}" for x in lock.splitlines() if x[0] != "#"}
-    assert locked <= parts
+    assert locked(lock) <= parts
 
 
 @pytest.mark.usefixtures("soak")
-@pytest.mark.parametrize("torch", [WHEEL], ids=["torch" if WHEEL else "a-stand-in-for-torch"])
+@pytest.mark.parametrize("torch", [WHEEL], ids=["torch" if WHEEL else "without-torch"])
 def test_pytorch_image_builds_on_the_base_image(
     clean_engine: PrivateEngine, images: Any, index: str, torch: Path | None
 ) -> None:
-    wanted = f"torch=={torch.name.split('-')[1]}" if torch else STAND_IN
+    lock = (REPO / "images/pytorch/requirements.lock").read_text(encoding="utf-8")
+    lines = [line for line in lock.splitlines() if not WITH_CUDA.match(line)]
+    if torch:
+        digest = hashlib.sha256(torch.read_bytes()).hexdigest()
+        lines.append(f"torch=={torch.name.split('-')[1]} --hash=sha256:{digest}")
     recipe = images.Recipe(
         PYTORCH,
         REPO / "images" / "pytorch",
         base=images.BASE,
-        arguments={
-            "TORCH_REQUIREMENT": wanted,
-            "EXTRA_REQUIREMENTS": "matplotlib numpy pandas" if torch else "numpy",
-        },
+        arguments={"LOCK": "here.lock"},
+        more={"pytorch/here.lock": "\n".join(lines).encode()},
         # Where the wheel is served changes with each run, and what is in the image does not.
         passing={"PIP_INDEX_ARGS": index},
         keep=True,
@@ -225,7 +229,6 @@ def test_pytorch_image_builds_on_the_base_image(
         "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         "NVIDIA_VISIBLE_DEVICES=void",
     ]
-    module = "torch" if torch else STAND_IN
     if torch:
         # No GPU, one GPU: what the image itself says it has is tried in both.
         found = smoke(clean_engine.client, PYTORCH)
@@ -234,7 +237,46 @@ def test_pytorch_image_builds_on_the_base_image(
         given = smoke(clean_engine.client, PYTORCH, mode="device_requests", uuids=[DEVICES[0]])
         assert passed(given), given
         assert given[-4].text.startswith("1; no driver library here")
-    shell(clean_engine, PYTORCH, f"python -c 'import {module}, numpy'")
-    if torch:
         total = "import torch; print(torch.ones(3).sum().item(), torch.cuda.is_available())"
         assert shell(clean_engine, PYTORCH, f"python -c '{total}'") == "3.0 False"
+    else:
+        shell(clean_engine, PYTORCH, "python -c 'import numpy, pandas, matplotlib'")
+
+
+@pytest.mark.usefixtures("soak")
+@pytest.mark.parametrize(
+    "name, lock",
+    [
+        ("minimal-cpu", "requirements.lock"),
+        ("jax", "cpu.lock"),
+        ("tensorflow", "cpu.lock"),
+        ("rapids", "requirements.lock"),
+        ("vscode", "requirements.lock"),
+        ("ngc", ""),
+    ],
+)
+def test_image_builds_from_its_lock_and_passes_its_smoke_test(
+    clean_engine: PrivateEngine, images: Any, name: str, lock: str
+) -> None:
+    tag, folder = f"gpuspawner/{name}:test", REPO / "images" / name
+    base = images.DEBIAN if name in ("minimal-cpu", "ngc") else images.BASE
+    arguments = {"LOCK": lock} if lock else {}
+    recipe = images.recipes().get(tag) or images.Recipe(tag, folder, base, arguments)
+    try:
+        images.build(clean_engine, recipe)
+        found = smoke(clean_engine.client, tag)
+        assert passed(found), found
+        names = shell(clean_engine, tag, "cat /opt/gpuspawner/sbom.cdx.json")
+        parts = {part["bom-ref"] for part in json.loads(names)["components"]}
+        if lock:
+            text = (folder / lock).read_text(encoding="utf-8")
+            assert locked(text) <= parts
+    finally:
+        if not recipe.keep:  # gigabytes
+            clean_engine.client.remove_image(tag, force=True)
+
+
+def locked(text: str) -> set[str]:
+    """The packages of a lock file, as an SBOM names them."""
+    lines = text.splitlines()[1:]
+    return {f"pkg:pypi/{line.split()[0].replace('==', '@')}" for line in lines}

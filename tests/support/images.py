@@ -36,6 +36,7 @@ INSTANT = "gpuspawner/instant:test"
 EXITS = "gpuspawner/exits:test"
 SILENT = "gpuspawner/silent:test"
 TRIED = "gpuspawner/tried:test"
+VSCODE = "gpuspawner/vscode:test"
 
 LABEL = "org.gpuspawner.content"
 """On each image, the hash of everything that it was made of."""
@@ -57,6 +58,8 @@ class Recipe:
     """Build arguments that do not make it another image."""
     program: Path | None = None
     """A C file of the folder to compile, statically, into the build context."""
+    more: Mapping[str, bytes] = field(default_factory=dict)
+    """Files that the build sees beside those of the folder."""
     keep: bool = False
     """Slow to build: keep a copy beside the engine, for an engine in another slot."""
 
@@ -81,6 +84,7 @@ def recipes() -> dict[str, Recipe]:
             arguments={"JUPYTERHUB_REQUIREMENT": f"jupyterhub=={hub}"},
             keep=True,
         ),
+        Recipe(VSCODE, OURS / "vscode", base=BASE, keep=True),
     )
     return {r.tag: r for r in all_of_them}
 
@@ -181,6 +185,7 @@ def _context(recipe: Recipe) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.parent.name != "__pycache__"
     }
+    files.update(recipe.more)
     if recipe.program:
         files[recipe.program.stem] = _compile(recipe.program.read_bytes())
         files.pop(recipe.program.name, None)
