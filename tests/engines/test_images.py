@@ -252,28 +252,43 @@ def test_pytorch_image_builds_on_the_base_image(
         ("tensorflow", "cpu.lock"),
         ("rapids", "requirements.lock"),
         ("vscode", "requirements.lock"),
-        ("ngc", ""),
     ],
 )
 def test_image_builds_from_its_lock_and_passes_its_smoke_test(
     clean_engine: PrivateEngine, images: Any, name: str, lock: str
 ) -> None:
     tag, folder = f"gpuspawner/{name}:test", REPO / "images" / name
-    base = images.DEBIAN if name in ("minimal-cpu", "ngc") else images.BASE
-    arguments = {"LOCK": lock} if lock else {}
-    recipe = images.recipes().get(tag) or images.Recipe(tag, folder, base, arguments)
+    base = images.DEBIAN if name == "minimal-cpu" else images.BASE
+    recipe = images.recipes().get(tag) or images.Recipe(tag, folder, base, {"LOCK": lock})
     images.build(clean_engine, recipe)
     try:
         found = smoke(clean_engine.client, tag)
         assert passed(found), found
         names = shell(clean_engine, tag, "cat /opt/gpuspawner/sbom.cdx.json")
         parts = {part["bom-ref"] for part in json.loads(names)["components"]}
-        if lock:
-            text = (folder / lock).read_text(encoding="utf-8")
-            assert locked(text) <= parts
+        assert locked((folder / lock).read_text(encoding="utf-8")) <= parts
     finally:
         if not recipe.keep:  # gigabytes
             clean_engine.client.remove_image(tag, force=True)
+
+
+@pytest.mark.usefixtures("soak")
+def test_ngc_image_adds_a_server_and_keeps_what_its_base_brings(
+    clean_engine: PrivateEngine, images: Any
+) -> None:
+    images.build(clean_engine, images.recipes()[images.NGC_BASE])
+    recipe = images.Recipe("gpuspawner/ngc:test", REPO / "images" / "ngc", images.NGC_BASE)
+    images.build(clean_engine, recipe)
+    found = smoke(clean_engine.client, recipe.tag)
+    assert passed(found), found
+    look = "id -un; echo ~; echo $PIP_CONSTRAINT; python -c 'import numpy; print(numpy.__file__)'"
+    assert shell(clean_engine, recipe.tag, look).splitlines() == [
+        "entered",
+        "jovyan",
+        "/home/jovyan",
+        "/etc/pip-constraint.txt",
+        "/usr/lib/python3/dist-packages/numpy/__init__.py",
+    ]
 
 
 def locked(text: str) -> set[str]:

@@ -45,19 +45,25 @@ def test_member_works_in_vscode_and_nobody_else_gets_in(hub: GPUHub, browser: Br
     page.get_by_role("button", name="Start", exact=True).click()
     page.wait_for_url(f"{hub.url}/user/ann/vscode/**")
     (lease,) = hub.open_leases("ann")
-    assert len(lease.devices) == 1
+    (device,) = lease.devices
 
-    # The workbench with the member's own folder; then a terminal, which needs websockets.
-    workbench = page.locator(".monaco-workbench")
-    expect(workbench).to_be_visible()
+    # The workbench with the member's own folder.
+    expect(page.locator(".monaco-workbench")).to_be_visible()
     hub.shell("ann", "echo hello > ~/work/from-the-shell.txt")
     expect(page.get_by_role("treeitem", name="from-the-shell.txt")).to_be_visible()
-    page.keyboard.press("Control+Backquote")
+
+    # A terminal, which needs websockets, and what it writes in the editor.
+    page.keyboard.press("F1")
+    page.keyboard.type("Terminal: Create New Terminal")
+    commands = page.locator(".quick-input-list")
+    commands.get_by_text("Terminal: Create New Terminal", exact=True).click()
     expect(page.locator(".xterm-helper-textarea")).to_be_focused()
-    page.keyboard.type("cp from-the-shell.txt by-the-terminal.txt; ls -d /dev/nvidia?\n")
-    copied = "cat ~/work/by-the-terminal.txt"
-    wait_for(lambda: hub.shell("ann", copied) == (0, "hello"), "what the terminal writes")
-    expect(page.get_by_role("treeitem", name="by-the-terminal.txt")).to_be_visible()
+    page.keyboard.type("(cat from-the-shell.txt; echo $NVIDIA_VISIBLE_DEVICES) > device.txt")
+    page.keyboard.press("Enter")
+    written = (0, f"hello\n{device.uuid}")
+    wait_for(lambda: hub.shell("ann", "cat ~/work/device.txt") == written, "the terminal's file")
+    page.get_by_role("treeitem", name="device.txt").dblclick()
+    expect(page.locator(".view-lines")).to_contain_text(device.uuid)
     screenshot(page, "vscode")
 
     url = page.url

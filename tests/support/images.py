@@ -37,6 +37,7 @@ EXITS = "gpuspawner/exits:test"
 SILENT = "gpuspawner/silent:test"
 TRIED = "gpuspawner/tried:test"
 VSCODE = "gpuspawner/vscode:test"
+NGC_BASE = "gpuspawner/ngc-base:test"
 
 LABEL = "org.gpuspawner.content"
 """On each image, the hash of everything that it was made of."""
@@ -78,6 +79,7 @@ def recipes() -> dict[str, Recipe]:
         Recipe(EXITS, HERE / "exits"),
         Recipe(SILENT, HERE / "silent"),
         Recipe(TRIED, HERE / "tried", program=instant / "instant.c", keep=True),
+        Recipe(NGC_BASE, HERE / "ngc-base"),
         Recipe(
             BASE,
             OURS / "base",
