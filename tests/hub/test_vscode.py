@@ -55,15 +55,15 @@ def test_member_works_in_vscode_and_nobody_else_gets_in(hub: GPUHub, browser: Br
     # A terminal, which needs websockets, and what it writes in the editor.
     page.keyboard.press("F1")
     page.keyboard.type("Terminal: Create New Terminal")
-    commands = page.locator(".quick-input-list")
-    commands.get_by_text("Terminal: Create New Terminal", exact=True).click()
+    commands = page.locator(".quick-input-list a")
+    commands.filter(has_text=re.compile("^Terminal: Create New Terminal$")).click()
     expect(page.locator(".xterm-helper-textarea")).to_be_focused()
     page.keyboard.type("(cat from-the-shell.txt; echo $NVIDIA_VISIBLE_DEVICES) > device.txt")
     page.keyboard.press("Enter")
     written = (0, f"hello\n{device.uuid}")
     wait_for(lambda: hub.shell("ann", "cat ~/work/device.txt") == written, "the terminal's file")
     page.get_by_role("treeitem", name="device.txt").dblclick()
-    expect(page.locator(".view-lines")).to_contain_text(device.uuid)
+    expect(page.locator(".editor-group-container .view-lines")).to_contain_text(device.uuid)
     screenshot(page, "vscode")
 
     url = page.url
