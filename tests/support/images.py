@@ -55,12 +55,8 @@ class Recipe:
     folder: Path
     base: str = DEBIAN
     arguments: Mapping[str, str] = field(default_factory=dict)
-    passing: Mapping[str, str] = field(default_factory=dict)
-    """Build arguments that do not make it another image."""
     program: Path | None = None
     """A C file of the folder to compile, statically, into the build context."""
-    more: Mapping[str, bytes] = field(default_factory=dict)
-    """Files that the build sees beside those of the folder."""
     keep: bool = False
     """Slow to build: keep a copy beside the engine, for an engine in another slot."""
 
@@ -130,7 +126,7 @@ def build(engine: PrivateEngine, recipe: Recipe) -> str:
         decode=True,
         network_mode="host",
         labels={LABEL: content},
-        buildargs={"BASE_IMAGE": recipe.base, **_proxies(), **recipe.arguments, **recipe.passing},
+        buildargs={"BASE_IMAGE": recipe.base, **_proxies(), **recipe.arguments},
     )
     _follow(recipe.tag, lines)
     engine.client.prune_images({"dangling": True})  # what had the tag before
@@ -187,7 +183,6 @@ def _context(recipe: Recipe) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.parent.name != "__pycache__"
     }
-    files.update(recipe.more)
     if recipe.program:
         files[recipe.program.stem] = _compile(recipe.program.read_bytes())
         files.pop(recipe.program.name, None)
