@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, expect
 
+from gpuspawner.engines.smoke_test import passed, smoke
 from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
@@ -35,6 +36,16 @@ def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterato
     with GPUHub(folder / "hub", engine, catalog=CATALOG) as hub:
         yield hub
     engine.clean()
+
+
+@pytest.mark.usefixtures("soak", "hub")
+def test_vscode_image_builds_from_its_lock_and_passes_its_smoke_test(
+    engine: PrivateEngine, images: Any
+) -> None:
+    found = smoke(engine.client, images.VSCODE)
+    assert passed(found), found
+    lock = images.OURS / "vscode" / "requirements.lock"
+    assert images.locked(lock) <= images.listed(engine, images.VSCODE)
 
 
 @pytest.mark.usefixtures("soak")

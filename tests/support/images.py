@@ -135,6 +135,19 @@ def build(engine: PrivateEngine, recipe: Recipe) -> str:
     return recipe.tag
 
 
+def listed(engine: PrivateEngine, tag: str) -> set[str]:
+    """The packages of one of our images, as the SBOM in it names them."""
+    code, printed = engine.run(tag, ["cat", "/opt/gpuspawner/sbom.cdx.json"])
+    assert code == 0, printed
+    return {part["bom-ref"] for part in json.loads(printed)["components"]}
+
+
+def locked(lock: Path) -> set[str]:
+    """The packages of a lock file, named likewise."""
+    lines = lock.read_text(encoding="utf-8").splitlines()[1:]
+    return {f"pkg:pypi/{line.split()[0].replace('==', '@')}" for line in lines}
+
+
 def _ensure_base(engine: PrivateEngine, image: str) -> None:
     repository, suite = image.split(":")
     certificates = CERTIFICATES.read_bytes() if CERTIFICATES.exists() else b""
