@@ -70,6 +70,8 @@ screenshots: parts
 	@$(PY) scripts/screenshots.py
 
 labextension:
+	cd images/labextension && npm version --no-git-tag-version --allow-same-version \
+		"$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' ../../gpuspawner/__init__.py)"
 	cd images/labextension && npm install --no-save --ignore-scripts && npm run build
 
 constraints: env

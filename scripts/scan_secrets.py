@@ -29,9 +29,10 @@ NO_SECRETS = (
     "^at-least-8-characters$",  # what an example says of a password
     "^another-one-of-at-least-32-characters$",
     "^eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJhZGEifQ.",  # a token that a test looks for in logs
+    "^sha512-",  # the hash of a package of npm
     "^gpuspawner.auth:",  # entry points with "password" in their names
 )
-LOCKED = ("requirements.lock", ".svg", ".png", ".ico", ".woff2")
+LOCKED = (".lock", ".svg", ".png", ".ico", ".woff2")
 """Hashes and pictures."""
 FULL = ("tests/", "images/common/lab/share/")
 """Folders that are full of what looks like a secret."""

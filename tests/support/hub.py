@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import requests
@@ -23,6 +23,9 @@ from tests.support.http_client import new_session
 from tests.support.kernel import Kernel, terminal_run
 from tests.support.preloaded import PRELOADED, PYTHONPATH, Forked, start_plainly
 from tests.support.processes import BIN, LIVE, environment_of, free_port, wait_for
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 HUB = """
 import sys
@@ -122,7 +125,7 @@ class HubProcess:
         self._log_before = 0
         """Bytes of the log that are of earlier starts."""
 
-    def __enter__(self) -> HubProcess:
+    def __enter__(self) -> Self:
         self.start()
         return self
 

@@ -36,6 +36,8 @@ INSTANT = "gpuspawner/instant:test"
 EXITS = "gpuspawner/exits:test"
 SILENT = "gpuspawner/silent:test"
 TRIED = "gpuspawner/tried:test"
+VSCODE = "gpuspawner/vscode:test"
+NGC_BASE = "gpuspawner/ngc-base:test"
 
 LABEL = "org.gpuspawner.content"
 """On each image, the hash of everything that it was made of."""
@@ -53,8 +55,6 @@ class Recipe:
     folder: Path
     base: str = DEBIAN
     arguments: Mapping[str, str] = field(default_factory=dict)
-    passing: Mapping[str, str] = field(default_factory=dict)
-    """Build arguments that do not make it another image."""
     program: Path | None = None
     """A C file of the folder to compile, statically, into the build context."""
     keep: bool = False
@@ -75,12 +75,14 @@ def recipes() -> dict[str, Recipe]:
         Recipe(EXITS, HERE / "exits"),
         Recipe(SILENT, HERE / "silent"),
         Recipe(TRIED, HERE / "tried", program=instant / "instant.c", keep=True),
+        Recipe(NGC_BASE, HERE / "ngc-base"),
         Recipe(
             BASE,
             OURS / "base",
             arguments={"JUPYTERHUB_REQUIREMENT": f"jupyterhub=={hub}"},
             keep=True,
         ),
+        Recipe(VSCODE, OURS / "vscode", base=BASE, keep=True),
     )
     return {r.tag: r for r in all_of_them}
 
@@ -124,13 +126,26 @@ def build(engine: PrivateEngine, recipe: Recipe) -> str:
         decode=True,
         network_mode="host",
         labels={LABEL: content},
-        buildargs={"BASE_IMAGE": recipe.base, **_proxies(), **recipe.arguments, **recipe.passing},
+        buildargs={"BASE_IMAGE": recipe.base, **_proxies(), **recipe.arguments},
     )
     _follow(recipe.tag, lines)
     engine.client.prune_images({"dangling": True})  # what had the tag before
     if recipe.keep:
         _save(engine, recipe.tag, copy)
     return recipe.tag
+
+
+def listed(engine: PrivateEngine, tag: str) -> set[str]:
+    """The packages of one of our images, as the SBOM in it names them."""
+    code, printed = engine.run(tag, ["cat", "/opt/gpuspawner/sbom.cdx.json"])
+    assert code == 0, printed
+    return {part["bom-ref"] for part in json.loads(printed)["components"]}
+
+
+def locked(lock: Path) -> set[str]:
+    """The packages of a lock file, named likewise."""
+    lines = lock.read_text(encoding="utf-8").splitlines()[1:]
+    return {f"pkg:pypi/{line.split()[0].replace('==', '@')}" for line in lines}
 
 
 def _ensure_base(engine: PrivateEngine, image: str) -> None:

@@ -1,7 +1,6 @@
 """The Dockerfiles of images/, read and not built: what every one of them has to keep.
 
-base and pytorch are built by tests/engines/test_images.py. The others are too large for that;
-`images/build --all --smoke` builds and tries them.
+tests/engines/test_images.py builds and tries them.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ import runpy
 import shlex
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
+import gpuspawner
 from gpuspawner.catalog.editor import entry_of
 from gpuspawner.catalog.loader import Catalog
 from gpuspawner.engines.smoke_test import SMOKE
@@ -102,30 +103,40 @@ def test_images_hide_gpus_and_carry_catalog_labels(name: str) -> None:
         assert found["org.opencontainers.image.licenses"]
 
 
+def locked(lock: Path) -> list[str]:
+    """The names of a lock file's packages."""
+    return [line.partition("==")[0] for line in lock.read_text(encoding="utf-8").splitlines()[1:]]
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "ngc"])
-def test_image_packages_are_locked_and_listed_in_an_sbom(name: str) -> None:
-    text = (IMAGES / name / "requirements.lock").read_text(encoding="utf-8")
-    first, *lines = text.splitlines()
-    assert first.startswith("# Made by images/lock") and lines
-    names = [line.partition("==")[0] for line in lines]
-    assert names == sorted(set(names))
-    for line in lines:
-        assert re.fullmatch(r"[a-z0-9-]+==[^=\s]+", line), line
+def test_images_install_locked_packages_only_and_list_them_in_an_sbom(name: str) -> None:
     runs = " ".join(said(name, "RUN"))
-    assert '--constraint "${LOCK}"' in runs and "sbom.cdx.json" in runs
-    assert f"LOCK=/opt/gpuspawner/{name}.lock" in said(name, "ARG")
-    for requirement in said(name, "ARG"):
-        if found := re.fullmatch(r'\w+_REQUIREMENT="(.*)"', requirement):
-            assert re.search(r"[=@]\d", found[1]), f"{found[1]} is not pinned"
+    assert "LOCK=requirements.lock" in said(name, "ARG") and "sbom.cdx.json" in runs
+    installs = re.findall(r"pip install --no-cache-dir (.*?) (?:&&|\\)", runs + " &&")
+    hub, lock = '"${JUPYTERHUB_REQUIREMENT}"', f'-r "/opt/gpuspawner/{name}/${{LOCK}}"'
+    others = {each.removeprefix("${PIP_INDEX_ARGS} ") for each in installs} - {hub}
+    assert others - {"-r /opt/gpuspawner/vscode/node.lock"} == {lock}
+    assert hub not in installs or 'JUPYTERHUB_REQUIREMENT="jupyterhub"' in said(name, "ARG")
 
 
-def test_derived_images_lock_no_package_of_the_base() -> None:
-    base = set((IMAGES / "base" / "requirements.lock").read_text().splitlines())
-    names = {line.partition("==")[0] for line in base}
-    for name in NAMES:
-        if said(name, "ARG")[0] == f"BASE_IMAGE={ON_BASE}":
-            lines = (IMAGES / name / "requirements.lock").read_text().splitlines()
-            assert names.isdisjoint(line.partition("==")[0] for line in lines if line[0] != "#")
+@pytest.mark.parametrize(
+    "wanted", sorted(IMAGES.glob("*/*.in")), ids=lambda p: f"{p.parent.name}-{p.stem}"
+)
+def test_lock_has_every_package_of_its_in_file_with_a_hash(wanted: Path) -> None:
+    """`images/lock` writes it."""
+    lock = wanted.with_suffix(".lock")
+    first, *lines = lock.read_text(encoding="utf-8").splitlines()
+    assert first.startswith("# Made by images/lock")
+    for line in lines:
+        assert re.fullmatch(r"[a-z0-9-]+==[^=\s]+ --hash=sha256:[0-9a-f]{64}", line), line
+    names = locked(lock)
+    assert names == sorted(set(names))
+    pins = dict(line.split()[0].split("==") for line in lines)
+    for requirement in wanted.read_text(encoding="utf-8").splitlines():
+        name, _, version = re.sub(r"\[.*\]", "", requirement).partition("==")
+        assert fnmatch(pins[name], version or "*")
+    if said(wanted.parent.name, "ARG")[0] == f"BASE_IMAGE={ON_BASE}":
+        assert set(names).isdisjoint(locked(IMAGES / "base" / "requirements.lock"))
 
 
 def build(*words: str) -> list[list[str]]:
@@ -152,9 +163,10 @@ def test_build_script_builds_base_images_first() -> None:
 
 def test_build_script_accepts_hub_version_cpu_and_base_image() -> None:
     base, jax = build("jax", "--cpu", "--hub-version", "6.1.0")
-    assert "JUPYTERHUB_REQUIREMENT=jupyterhub==6.1.0" in base
-    version = re.search(r"jax\[cuda\d+\]==(\S+)\"", " ".join(said("jax", "ARG")))
-    assert version and f"JAX_REQUIREMENT=jax=={version[1]}" in jax
+    assert {"JUPYTERHUB_REQUIREMENT=jupyterhub==6.1.0", "LOCK=requirements.lock"} <= {*base}
+    assert "LOCK=cpu.lock" in jax and "nvidia" not in (IMAGES / "jax/cpu.lock").read_text()
+    base, jax = build("jax", "--cpu", "--newest")
+    assert "LOCK=requirements.in" in base and "LOCK=cpu.in" in jax
     command, trial = build("ngc", "--base-image", "mine:1", "--tag", "wrapped:1", "--smoke")
     assert command[3] == "wrapped:1" and "BASE_IMAGE=mine:1" in command
     assert trial[-3:] == ["catalog", "smoke", "wrapped:1"]
@@ -191,8 +203,9 @@ def test_committed_labextension_matches_its_source() -> None:
         assert hashlib.sha256((source / name).read_bytes()).hexdigest() == sealed[name], name
     lock = (source / "package-lock.json").read_text(encoding="utf-8")
     assert '"resolved"' not in lock, "where packages come from, npm's own configuration says"
-    entry = json.loads((built / "package.json").read_text())["jupyterlab"]["_build"]["load"]
-    assert (built / entry).is_file()
+    package = json.loads((built / "package.json").read_text())
+    assert (built / package["jupyterlab"]["_build"]["load"]).is_file()
+    assert package["version"] == gpuspawner.__version__
 
 
 @pytest.mark.parametrize(
