@@ -1,45 +1,57 @@
-"""The tutorial "Your GPU box", from the first step to the last, and the Ansible role. Real: new
-Debians with systemd as its first process, packages, `gpuspawner init`, units, Docker in it, an
-image, members' kernels, Ansible. Each is a container with this machine's kernel. Stand-ins: the
-GPUs, their driver, NVIDIA's hook."""
+"""The tutorial "Your GPU box", from the first step to the last, the page about TLS, and the Ansible
+role. Real: a new Debian or Ubuntu with systemd as its first process, packages, `gpuspawner init`,
+units, Docker in it, an image, members' kernels, nginx, an authority's certificate, Ansible. It is a
+container with this machine's kernel. Stand-ins: the GPUs, their driver, NVIDIA's hook."""
 
 from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator
+from http.cookiejar import CookieJar
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support import steps
 from tests.support.box import COPY, MACHINES, Box
-from tests.support.doc_blocks import code_in
+from tests.support.doc_blocks import Block, code_in
 from tests.support.engine import PrivateEngine
 from tests.support.images import DEBIAN
-from tests.support.processes import REPO, wait_for
-from tests.support.site import Site
+from tests.support.processes import REPO, free_port, wait_for
+from tests.support.site import LIST, ONE_ENVIRONMENT, ONE_GPU, Site
 from tests.support.visitor import Visitor, text_of
 
+NAME = "gpu.lab.example"
 TYPED = {
     "https://YOUR-COPY/gpuspawner": f"file://{COPY}",
     # PyTorch and CUDA are gigabytes. Without them, its environment is not in the catalog.
     "images/build base pytorch": "images/build base",
     "--admin YOUR-NAME": "--admin grace --catalog /root/catalog.yaml",
 }
-CATALOG = """
-environments:
-  - slug: base
-    display_name: JupyterLab
-    image: gpuspawner/base:latest
-    devices: {default: 1, max: 1}
-"""
-ONE_GPU = {"environment": "base", "gpus": "1"}
+TLS_TYPED = {"YOUR.NAME": NAME, "gpu.example.org": NAME}
 
-LIST = 'import subprocess; print(subprocess.check_output(["nvidia-smi", "-L"], text=True))'
 WRITE = 'import os; open(os.path.expanduser("~/work/notes.txt"), "a").write("here")'
 READ = 'import os; print(open(os.path.expanduser("~/work/notes.txt")).read())'
+
+AUTHORITY = "/usr/local/share/ca-certificates/tests.crt"
+FILES = f"/etc/letsencrypt/live/{NAME}"
+CERTIFICATE = f"""
+apt-get install curl
+echo 127.0.0.1 {NAME} >> /etc/hosts
+openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj '/CN=An authority of the tests' \\
+    -addext keyUsage=critical,keyCertSign -keyout /root/authority.key -out {AUTHORITY}
+update-ca-certificates
+mkdir -p {FILES}
+openssl req -x509 -CA {AUTHORITY} -CAkey /root/authority.key -newkey rsa:2048 -nodes -days 2 \\
+    -subj /CN={NAME} -addext subjectAltName=DNS:{NAME} -addext basicConstraints=critical,CA:FALSE \\
+    -keyout {FILES}/privkey.pem -out {FILES}/fullchain.pem
+"""
+DROP_IN = Path("/etc/systemd/system/gpuspawner-proxy.service.d/override.conf")
+"""Where ``systemctl edit`` writes, which needs a terminal."""
 
 MODES = {
     "/etc/gpuspawner": "755 root",
@@ -61,7 +73,7 @@ def box(
     machine = MACHINES[getattr(request, "param", "debian-12")]
     with Box(engine, tmp_path / "copy", machine) as box:
         box.add_gpus(2)
-        box.write("/root/catalog.yaml", CATALOG)
+        box.write("/root/catalog.yaml", ONE_ENVIRONMENT)
         yield box
 
 
@@ -74,7 +86,10 @@ def debian_of_images() -> str:
 
 @pytest.mark.parametrize("box", MACHINES, indirect=True)
 def test_tutorial_works_as_it_is_written(
-    box: Box, record_property: Callable[[str, object], None]
+    box: Box,
+    record_property: Callable[[str, object], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packages, programs, images, init, passwords, *sections = steps.filled_in(steps.BOX, TYPED)
     answers = [text.strip() for kind, text in code_in(steps.BOX) if kind == "text"]
@@ -140,6 +155,53 @@ def test_tutorial_works_as_it_is_written(
     ada.spawn(ONE_GPU)
     assert "GPU 0: " in ada.run(LIST)
     assert ada.run(READ).strip() == "here"
+
+    # And behind TLS, by nginx and then by the proxy itself.
+    give_certificate(box, tmp_path / "authority.pem", monkeypatch)
+    nginx, restart, log, shown = steps.filled_in(steps.TLS, TLS_TYPED)
+    (drop_in,) = (text for kind, text in code_in(steps.TLS) if kind == "ini")
+    site.url = f"https://{NAME}"
+    box.run(nginx)
+    site.wait()
+    assert not names_of_open_cookies(box, site, shown, password)
+    box.run("systemctl disable --now nginx")
+    box.run(f"mkdir {DROP_IN.parent}")
+    box.write(str(DROP_IN), drop_in.replace("gpu.example.org", NAME))
+    box.run(f"systemctl daemon-reload; {restart}")
+    site.wait()
+    assert "Added HTTP to HTTPS redirection from 80 to 443" in box.run(log)
+    assert names_of_open_cookies(box, site, shown, password) == {"_xsrf"}
+
+
+def give_certificate(box: Box, authority: Path, patch: pytest.MonkeyPatch) -> None:
+    """Give the box a name and a certificate. We trust its authority, and find it by its name."""
+    box.run(CERTIFICATE)
+    authority.write_text(box.run(f"cat {AUTHORITY}"))
+    for client in ("REQUESTS", "WEBSOCKET_CLIENT"):
+        patch.setenv(f"{client}_CA_BUNDLE", str(authority))
+    port = free_port()
+    box.reach(port, of_box=443)
+    look_up = socket.getaddrinfo
+
+    def look_up_box(host: str, at: int, *rest: Any, **more: Any) -> list[Any]:
+        where = ("127.0.0.1", port) if (host, at) == (NAME, 443) else (host, at)
+        return look_up(*where, *rest, **more)
+
+    patch.setattr(socket, "getaddrinfo", look_up_box)
+
+
+def names_of_open_cookies(box: Box, site: Site, seen: str, password: str) -> set[str]:
+    """See what the page says that one sees, and run a cell. Return the names of cookies that a
+    browser would also send without TLS."""
+    for line, shown in steps.lines_of(Block(0, "console", "", seen)):
+        assert box.run(line).splitlines() == shown
+    ada = Visitor(site.url, "ada", password)
+    assert "GPU 0: " in ada.run(LIST)
+    assert ada.get("/user/ada/lab").ok and ada.get("/services/gpu/").ok
+    jar: CookieJar = ada.session.cookies
+    cookies = list(jar)
+    assert len({cookie.path for cookie in cookies}) >= 3, cookies
+    return {cookie.name for cookie in cookies if not cookie.secure}
 
 
 def test_ansible_role_installs_a_hub_and_changes_nothing_twice(box: Box) -> None:

@@ -1,5 +1,5 @@
-"""A machine as somebody has it who begins with the tutorial: Debian, with systemd as its first
-process, its own Docker Engine and firewall, and a way out to the packages.
+"""A machine as somebody has it who begins with the tutorial: Debian or Ubuntu, with systemd as its
+first process, its own Docker Engine and firewall, and a way out to the packages.
 
 It is a container of a private engine. Its network is its own; slirp4netns carries connections out,
 and no rule of this machine's firewall is touched. It has this machine's kernel. It has no GPU,

@@ -84,9 +84,21 @@ def _version(dockerd: str | None) -> int:
 
 
 def unpack(folder: Path, packages: Sequence[str]) -> None:
-    """Download packages of Debian 13 by lists of our own, and gather their programs in a folder."""
+    """Download packages of Debian 13, and gather their programs in a folder."""
     work = folder.with_suffix(".part")
     shutil.rmtree(work, ignore_errors=True)
+    root = download(work, packages)
+    (work / "programs").mkdir()
+    for name in ("bin", "sbin", "libexec/docker", "libexec/docker/cli-plugins"):
+        for program in (root / "usr" / name).glob("*"):
+            if program.is_file() and os.access(program, os.X_OK):
+                shutil.copy2(program, work / "programs")
+    (work / "programs").rename(folder)
+    shutil.rmtree(work)
+
+
+def download(work: Path, packages: Sequence[str]) -> Path:
+    """Unpack packages of Debian 13, by lists of our own. Returns the folder that is their root."""
     for name in ("lists/partial", "archives/partial", "root"):
         (work / name).mkdir(parents=True)
     told = processes.run(["apt-get", "indextargets", "--format", "$(REPO_URI)"])
@@ -105,10 +117,4 @@ def unpack(folder: Path, packages: Sequence[str]) -> None:
     processes.run([*apt, "download", *packages], cwd=work)
     for package in work.glob("*.deb"):
         processes.run(["dpkg", "-x", package, work / "root"])
-    (work / "programs").mkdir()
-    for name in ("bin", "sbin", "libexec/docker", "libexec/docker/cli-plugins"):
-        for program in (work / "root" / "usr" / name).glob("*"):
-            if program.is_file() and os.access(program, os.X_OK):
-                shutil.copy2(program, work / "programs")
-    (work / "programs").rename(folder)
-    shutil.rmtree(work)
+    return work / "root"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import docker.errors
 
-from tests.support import processes
+from tests.support import cdi, processes
 from tests.support.engine import PrivateEngine
 from tests.support.processes import REPO, as_root, kept_dir, one_at_a_time
 
@@ -29,6 +29,7 @@ DEBIAN = "local/debian:bookworm"
 SYSTEMS = {
     "debian-12": DEBIAN,
     "debian-13": "local/debian:trixie",
+    "ubuntu-24.04": "local/ubuntu:noble",
 }
 """Bases of a machine: each has its suite as its tag."""
 BASE = "gpuspawner/base:test"
@@ -157,7 +158,7 @@ def _ensure_base(engine: PrivateEngine, image: str) -> None:
     tar = _kept(image, content)
     if not tar.exists():
         print(f"making {image} with debootstrap ...", flush=True)
-        _debootstrap(suite, tar)
+        _debootstrap(repository, suite, tar)
     changes = [f"LABEL {LABEL}={content}", 'CMD ["bash"]']
     if certificates:
         # pip brings its own list of authorities; a proxy's certificate is not in that.
@@ -166,12 +167,18 @@ def _ensure_base(engine: PrivateEngine, image: str) -> None:
     engine.client.import_image_from_file(source, repository=repository, tag=suite, changes=changes)
 
 
-def _debootstrap(suite: str, tar: Path) -> None:
+def _debootstrap(repository: str, suite: str, tar: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="gpuspawner-debian-") as work:
         root = Path(work) / "root"
         environment = dict(os.environ, PATH=processes.system_path())
-        include = "--include=ca-certificates"
-        command = ["debootstrap", "--variant=minbase", include, suite, str(root)]
+        command = ["debootstrap", "--variant=minbase", "--include=ca-certificates"]
+        if repository == "local/ubuntu":
+            keys = cdi.download(Path(work) / "keys", ["ubuntu-keyring"])
+            command += [f"--keyring={keys}/usr/share/keyrings/ubuntu-archive-keyring.gpg"]
+            # Debian 12's debootstrap does not know the suite, and all of Ubuntu's have one script.
+            command += ["--components=main,universe", suite, str(root), "", "gutsy"]
+        else:
+            command += [suite, str(root)]
         try:
             processes.run(as_root(command), env=environment)
             if CERTIFICATES.exists():

@@ -18,6 +18,18 @@ CATALOG = "/etc/gpuspawner/catalog.yaml"
 SECRET = "cat > /etc/gpuspawner/oauth_client_secret"
 """The command that reads what is pasted."""
 
+ONE_ENVIRONMENT = """
+environments:
+  - slug: base
+    display_name: JupyterLab
+    image: gpuspawner/base:latest
+    devices: {default: 1, max: 1}
+"""
+ONE_GPU = {"environment": "base", "gpus": "1"}
+"""What the form sends for a server with a GPU in it."""
+LIST = 'import subprocess; print(subprocess.check_output(["nvidia-smi", "-L"], text=True))'
+"""What a member's cell has, to see its GPUs."""
+
 
 class Site:
     """A hub in a box, by its address here."""

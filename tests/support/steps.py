@@ -14,6 +14,7 @@ from typing import Any
 from tests.support.doc_blocks import DOCS, Block, blocks_in, shell_in
 
 BOX = DOCS / "tutorials/your-gpu-box.md"
+TLS = DOCS / "how-to/production/put-it-behind-tls.md"
 COMPOSE = DOCS / "how-to/production/run-it-in-compose.md"
 TRY_IT = DOCS / "tutorials/try-it.md"
 SCRIPT = DOCS / "how-to/members/use-it-from-a-script.md"
@@ -21,6 +22,7 @@ REQUEST = DOCS / "reference/requests.md"
 
 FOLLOWED = {
     BOX: "tests/hub/test_box.py",
+    TLS: "tests/hub/test_box.py",
     COMPOSE: "tests/attacks/test_compose.py",
     TRY_IT: "tests/hub/test_demo.py",
     SCRIPT: "tests/hub/test_scripts.py",
