@@ -210,6 +210,42 @@ def test_same_key_submits_once(hub: GPUHub, member: str) -> None:
     assert len(hub.leases(member)) == 1
 
 
+NOTEBOOK = {
+    "cells": [
+        {
+            "cell_type": "code",
+            "source": source,
+            "metadata": {"tags": ["parameters"]} if source == "seed = 1" else {},
+            "outputs": [],
+            "execution_count": None,
+        }
+        for source in ("seed = 1", "print('seed', seed)", "1 / 0")
+    ],
+    "metadata": {"kernelspec": {"name": "python3", "display_name": "Python", "language": "python"}},
+    "nbformat": 4,
+    "nbformat_minor": 4,
+}
+
+
+def test_notebook_runs_from_a_copy_with_its_parameters(
+    hub: GPUHub, member: str, folder: Path
+) -> None:
+    hub.browser_of(member)
+    hub.spawn_and_wait(member, {"environment": "base", "gpus": 0})
+    ref, files = hub.container_of(member), workspace(folder, member)
+    (files / "study.ipynb").write_text(json.dumps(NOTEBOOK))
+    words = ("gpuspawner-run", "study.ipynb", "--gpus", "1", "-p", "seed", "7")
+    code, said = hub.engine.execute(ref, words)
+    assert code == 0, said
+    (files / "study.ipynb").write_text("edited meanwhile")
+    hub.stop_server(member)
+    run = ended(hub, member, said.split()[0])
+    assert (run["state"], run["exit_status"]) == ("failed", 1)
+    output = (files / run["folder"] / "output.ipynb").read_text()
+    assert '"seed 7\\n"' in output
+    assert "ZeroDivisionError" in (files / run["folder"] / "run.log").read_text()
+
+
 def test_terminal_of_a_session_submits_follows_and_stops(hub: GPUHub, member: str) -> None:
     """With the session's own token, which reaches the runs of its member alone."""
     others = submit(hub, "member7", command=["true"])["id"]
