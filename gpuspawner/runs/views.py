@@ -67,9 +67,7 @@ class RunsAPI(ChangingAPI):
         fields |= {"title": title, "work": _plain(work)}
         with refusals():
             run_id = await hub.submit_run(self.user, fields)
-        found = await self.read(self.services.runs.get, run_id)
-        self.set_status(201)
-        self.answer(RunAnswer, found)
+        self.answer(RunAnswer, await self.read(self.services.runs.get, run_id))
 
 
 class RunAPI(APIHandler):
