@@ -124,11 +124,11 @@ def _of_lease(
     unknown = next((s.unknown for s in mine if s.unknown), "")
     hub = servers.get(lease.server) if servers is not None else None
     young = now - lease.granted_at < grace
+    is_run = lease.server.kind is LeaseKind.RUN
 
     if alive:
         if servers is None or hub is HubState.PENDING:
             return Seen(lease)
-        is_run = lease.server.kind is LeaseKind.RUN
         if hub is HubState.READY or (is_run and alive.started_at):
             confirmed = lease.state is LeaseState.RUNNING
             return Seen(lease) if confirmed else Confirm(lease, alive.ref, alive.started_at)
@@ -137,6 +137,8 @@ def _of_lease(
         return Remove(lease.engine, alive, "the Hub no longer knows its server")
     if unknown:
         return Unknown(lease, unknown, is_stuck=True)
+    if is_run and any(sighting.exit_code is not None for sighting in mine):
+        return Unknown(lease, "its run is settled with the exit status")
     coming = servers is None or hub is HubState.PENDING or young
     if lease.state is LeaseState.GRANTED and not mine and coming:
         return Unknown(lease, "its server is on its way")  # an image may still be pulled

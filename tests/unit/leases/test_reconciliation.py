@@ -54,6 +54,10 @@ ANYHOW = [READY, PENDING, NOBODY, None]
 OTHER_SERVER = {ServerRef("anna"): HubState.READY}
 LATER = replace(EXITED, ref="container-2", ended_at=NOW - timedelta(seconds=2), detail="")
 GONE = Release(LEASE, None, "the server was gone")
+RUN = replace(LEASE, server=ServerRef.of_run("anna", "train-1"))
+RUN_GRANTED = replace(RUN, state=LeaseState.GRANTED, started_at=None, engine_ref="")
+RUNS = replace(LIVES, server=RUN.server, started_at=OLD)
+RUN_EXITED = replace(EXITED, server=RUN.server, exit_code=137)
 UNKNOWN_TO_HUB = Remove("docker", LIVES, "the Hub no longer knows its server")
 
 
@@ -66,6 +70,12 @@ UNKNOWN_TO_HUB = Remove("docker", LIVES, "the Hub no longer knows its server")
         (GRANTED, [LIVES], [PENDING, None], Seen(GRANTED)),
         (LEASE, [LIVES], [NOBODY, OTHER_SERVER], UNKNOWN_TO_HUB),
         (YOUNG_GRANT, [LIVES], [NOBODY], Unknown),
+        # A run: the Hub knows no server of it.
+        (RUN, [RUNS], [NOBODY, READY, None], Seen(RUN)),
+        (RUN_GRANTED, [RUNS], [NOBODY], Confirm(RUN_GRANTED, "container-1", OLD)),
+        (RUN_GRANTED, [RUNS], [{RUN.server: HubState.PENDING}, None], Seen(RUN_GRANTED)),
+        (RUN, [RUN_EXITED], [NOBODY, READY, None], Unknown),  # who records its exit settles it
+        (RUN, [], [NOBODY, READY, None], replace(GONE, lease=RUN)),
         # One that is gone.
         (LEASE, [EXITED], ANYHOW, Release(LEASE, EXITED.ended_at, ENDED)),
         (LEASE, [], ANYHOW, GONE),
@@ -89,6 +99,7 @@ UNKNOWN_TO_HUB = Remove("docker", LIVES, "the Hub no longer knows its server")
     ],
     ids=[
         *("confirmed", "adopted when ready", "not charged yet", "no hub", "young, no hub"),
+        *("run", "run adopted", "run on its way", "run exited", "run gone"),
         *("exited", "gone", "gone a moment ago", "gone a moment ago, no hub", "still to come"),
         *("spawn forgotten", "young, forgotten", "pending and exited", "newest end", "one lives"),
         *("engine silent", "engine silent, granted", "lease ended", "no one knows since when"),
