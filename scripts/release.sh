@@ -80,14 +80,15 @@ try_hub() {
     [ "$("$venv/bin/gpuspawner" --version)" = "gpuspawner $version" ]
     "$venv/bin/gpuspawner" --help
     "$venv/bin/gpuspawner" init --defaults --diff --prefix "$work/empty"
-    # The directory's authenticator needs an extra.
+    # The directory's authenticator and TLJH's plugin need extras.
     "$venv/bin/python" -c 'if True:
         from importlib.metadata import distribution
         for point in distribution("gpuspawner").entry_points:
-            if point.name != "gpu-members-ldap":
+            if point.name != "gpu-members-ldap" and point.group != "tljh":
                 print(point.load())'
 }
 try_lab() {
+    "$venv/bin/gpuspawner-run" --help
     "$venv/bin/jupyter" labextension list 2>&1 | grep "gpuspawner .*enabled.*OK.*(python, gpuspawner-lab)"
     "$venv/bin/jupyter" server extension list 2>&1 | tee "$work/extensions"
     [ "$(grep -c "gpuspawner_.*OK" "$work/extensions")" -eq 3 ]
