@@ -191,12 +191,14 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
         await tick.round("Clock", tick.keep_clock)
         await tick.round("Reconciliation", tick.reconcile)
         await tick.round("Charges", tick.charge)
+        runs = RunDuty(tick, sessions.poke)
         rounds: list[Round] = [
             (2.0, "Clock", tick.keep_clock),
             (self.reconcile_seconds, "Reconciliation", tick.reconcile),
             (tick.charge_pause, "Charges", tick.charge),
             (2.0, "Sessions", sessions.round),
-            (1.0, "Runs", RunDuty(tick, sessions.poke).round),
+            (1.0, "Runs", runs.round),
+            (60.0, "Runs of former members", runs.end_gone),
             (2.0, "Credits", credits.round),
             (5.0, "Refills", RefillDuty(tick).round),
             (5.0, "Members", Members(tick, sessions.poke).round),

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 
 from traitlets import Float, List
 from traitlets.config import LoggingConfigurable
@@ -260,8 +261,34 @@ class SessionDuty(TickDuty):
         return known
 
 
+MEMBER_GONE = "the member was removed at the Hub"
+
+MEMBER_GONE_SECONDS = 600.0
+"""Seconds after which runs end whose member the Hub does not have: a rename takes some."""
+
+
 class RunDuty(TickDuty):
     """Sees to the runs: their ends, the stops that were ordered, and those that begin again."""
+
+    def __init__(self, tick: Tick, poke: Callable[[], None] = lambda: None) -> None:
+        super().__init__(tick, poke)
+        self._missing: dict[str, float] = {}
+        """Since when the Hub does not have a member, by the event loop's clock."""
+
+    async def end_gone(self) -> None:
+        """Stop the runs of members who were removed at the Hub. Raises Unavailable."""
+        now = asyncio.get_running_loop().time()
+        followed = await self.services.run(self.services.runs.open_runs)
+        missing = {}
+        for user in {each.run.user for each in followed}:
+            if not await self.tick.hub.has_member(user):
+                missing[user] = self._missing.get(user, now)
+        self._missing = missing
+        for each in followed:
+            since = missing.get(each.run.user, now)
+            if each.run.user in missing and now - since >= MEMBER_GONE_SECONDS:
+                stop = partial(self.services.runs.stop, actor=ACTOR_ACCOUNTING, reason=MEMBER_GONE)
+                await self.services.run(stop, each.run.id)
 
     async def round(self) -> None:
         """Handle every open run once. Raises Unavailable if an engine or the Hub does not respond.
@@ -288,20 +315,26 @@ class RunDuty(TickDuty):
         """Stop and settle runs on an engine; ``ended`` are leases of runs that have ended."""
         found = await asyncio.to_thread(self.tick.engines[engine].sightings)
         by_lease = {sighting.lease_id: sighting for sighting in found}
-        for lease in leases:
-            sighting = by_lease.get(lease.id)
-            if sighting is None:
-                continue  # on its way; or removed by somebody, which a comparison settles
+        # One without a sighting is on its way; or its container was removed by somebody, which a
+        # comparison settles. All at once: a program may take ten seconds to stop.
+        todo = [(lease, by_lease[lease.id]) for lease in leases if lease.id in by_lease]
+        await asyncio.gather(*(self._see_to_one(engine, *each, ended) for each in todo))
+
+    async def _see_to_one(
+        self, engine: str, lease: Lease, sighting: Sighting, ended: Collection[str]
+    ) -> None:
+        end = partial(self.tick.engines[engine].end, sighting)
+        with self.tick.going_on(f"Run {lease.server}"):
             if sighting.alive and (lease.outcome or lease.id in ended):
                 self.log.warning("Stopping %s: %s", lease.server, lease.end_reason)
-                await asyncio.to_thread(self.tick.engines[engine].end, sighting)
+                await asyncio.to_thread(end)
                 await self._release(lease, sighting)
             elif not sighting.alive:
                 if sighting.exit_code is not None:
                     note = self.services.runs.note_exit
                     await self.services.run(note, lease.server.run_id, sighting.exit_code)
                 await self._release(lease, sighting)
-                await asyncio.to_thread(self.tick.engines[engine].end, sighting)
+                await asyncio.to_thread(end)
 
     async def _release(self, lease: Lease, sighting: Sighting) -> None:
         """Settle the lease of a run whose container is proven to have ended."""

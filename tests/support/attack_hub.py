@@ -233,8 +233,8 @@ class AttackHub(GPUHub):
 
     def ended_run(self, user: str, title: str) -> str:
         """The id of a run of this member's, which fails: its image has no Python."""
-        sent = {"command": ["true"], "title": title, "key": "one"}
-        sent["options"] = {"environment": "small", "gpus": 0}
+        options = {"environment": "small", "gpus": 0}
+        sent = {"command": ["true"], "title": title, "key": "one", "options": options}
         made = self.service("POST", "api/runs", user, json=sent)
         assert made.ok, made.text
         run = str(made.json()["id"])

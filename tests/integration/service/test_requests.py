@@ -30,6 +30,7 @@ NOTHING = {
     "queue": "0" * 32,
     "rates": "1",
     "refills": "1",
+    "runs": "none-0",
     "tickets": "0" * 32,
     "transfers": "0" * 32,
 }

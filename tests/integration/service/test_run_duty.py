@@ -1,0 +1,68 @@
+"""Runs whose member the Hub no longer has. Real: SQLite, HTTP. The Hub is a script."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuspawner.core.errors import Unavailable
+from gpuspawner.leases.models import Request, ServerRef, Terms
+from gpuspawner.runs.models import Run, RunState, Work
+from gpuspawner.service import duties
+from gpuspawner.service.duties import RunDuty
+from gpuspawner.services import Services
+from tests.support.brokers import T0, Make
+from tests.support.rounds import SITE, ScriptedHub, make_tick
+
+
+@pytest.fixture
+def services(make: Make) -> Services:
+    return make(**{**SITE, "opening_grant": 1000})
+
+
+def submit(services: Services, user: str) -> str:
+    run = Run(id=f"{user}-1", user=user, title="train", work=Work(command=("a",)), created_at=T0)
+    services.runs.submit(run)
+    return run.id
+
+
+async def test_runs_of_a_removed_member_end_after_a_while(
+    services: Services, hub: ScriptedHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, stays = submit(services, "ada"), submit(services, "bob")
+    runs = submit(services, "eve")
+    server = services.runs.get(runs).run.server
+    terms = Terms(wait=True, seconds=3600)
+    lease = services.queue.ask(server, Request(devices=1), engine="docker", terms=terms)
+    services.leases.confirm(lease.id)
+    hub.has(ServerRef("bob"))
+    duty = RunDuty(make_tick(services, hub))
+
+    await duty.end_gone()
+    await duty.end_gone()
+    assert services.runs.get(waits).state is RunState.WAITING, "a rename takes some time"
+    monkeypatch.setattr(duties, "MEMBER_GONE_SECONDS", 0.0)
+    hub.status = 503
+    with pytest.raises(Unavailable):
+        await duty.end_gone()
+    assert services.runs.get(waits).state is RunState.WAITING, "unknown is not gone"
+    hub.status = None
+    await duty.end_gone()
+    ended = services.runs.get(waits).run
+    assert (ended.outcome, ended.reason) == ("stopped", "The member was removed at the Hub.")
+    ordered = services.leases.get(lease.id)
+    assert (ordered.outcome, ordered.end_reason) == ("admin", duties.MEMBER_GONE)
+    assert services.runs.get(stays).state is RunState.WAITING
+
+
+async def test_member_who_is_back_keeps_their_runs(
+    services: Services, hub: ScriptedHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = submit(services, "ada")
+    duty = RunDuty(make_tick(services, hub))
+    await duty.end_gone()
+    hub.has(ServerRef("ada"))
+    await duty.end_gone()
+    hub.has()
+    monkeypatch.setattr(duties, "MEMBER_GONE_SECONDS", 0.05)
+    await duty.end_gone()
+    assert services.runs.get(waits).state is RunState.WAITING, "the time begins anew"
