@@ -29,6 +29,17 @@ class EngineWithHistory(Protocol):
         """
 
 
+@runtime_checkable
+class EngineWithLogs(Protocol):
+    """An engine that keeps what its servers and runs print."""
+
+    def last_line(self, ref: str) -> str:
+        """Return the last line that was printed; empty if nothing was, or the engine kept none.
+
+        Blocks. Raises EngineUnavailable.
+        """
+
+
 class Engine(Protocol):
     """An engine that runs servers and can prove that one is gone."""
 

@@ -24,6 +24,8 @@ ENDED = ("exited", "dead", "removing")
 
 _AT_REST = (*ENDED, "created")
 _NEVER = "0001-01-01"
+LONGEST_LINE = 200
+"""Characters of a line that a program printed."""
 _FRACTION = re.compile(r"\.(\d{1,6})\d*")
 
 
@@ -101,6 +103,19 @@ class DockerEngine:
 
         with contextlib.suppress(NotFound):
             self.call(stop_and_remove)
+
+    def last_line(self, ref: str) -> str:
+        """Return the last line that a container printed; empty if nothing was, or none was kept."""
+
+        def read(client: docker.APIClient) -> str:
+            try:
+                printed: str = client.logs(ref, tail=10).decode(errors="replace")
+            except APIError:  # a log driver that cannot read, or no such container
+                return ""
+            lines = [line.strip() for line in printed.splitlines() if line.strip()]
+            return "".join(filter(str.isprintable, lines[-1]))[:LONGEST_LINE] if lines else ""
+
+        return self.call(read)
 
     def identity(self) -> str:
         """Return which engine answers: its id, and the folder with its containers.

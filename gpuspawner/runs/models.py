@@ -70,7 +70,7 @@ class Run:
     outcome: str = ""
     """Empty while it is open, else ``done``, ``failed`` or ``stopped``."""
     reason: str = ""
-    """Why it ended so, as a sentence; empty if it is done."""
+    """Why it ended so, as a sentence; empty if it is done. While it is open: its last line."""
     exit_code: int | None = None
     """The exit status of its program; None if it never ended by itself."""
 

@@ -106,16 +106,17 @@ def end(connection: sa.Connection, run_id: str, end: RunEnd, at: datetime) -> bo
     return connection.execute(_END, {"run": run_id, **changes}).rowcount == 1
 
 
-def note_exit(connection: sa.Connection, run_id: str, exit_code: int) -> None:
-    """Record the exit status of an open run's program, before its lease ends."""
+def note_exit(connection: sa.Connection, run_id: str, exit_code: int, last_line: str) -> None:
+    """Record the exit status and the last line of an open run's program, before its lease ends."""
     this = sa.update(runs).where(runs.c.id == run_id, OPEN_RUN)
-    connection.execute(this.values(exit_code=exit_code))
+    connection.execute(this.values(exit_code=exit_code, reason=last_line))
 
 
 def begin_again(connection: sa.Connection, run_id: str, lease_id: str) -> None:
     """Let an open run begin again, after the end of this lease."""
     this = sa.update(runs).where(runs.c.id == run_id, OPEN_RUN)
-    changes = {"restarts": runs.c.restarts + 1, "exit_code": None, "after_lease": lease_id}
+    changes = {"restarts": runs.c.restarts + 1, "after_lease": lease_id}
+    changes |= {"exit_code": None, "reason": ""}
     connection.execute(this.values(changes))
 
 

@@ -40,10 +40,11 @@ class RunEnd:
     exit_code: int | None = None
 
 
-def end_of(lease: Lease, exit_code: int | None) -> RunEnd | None:
+def end_of(lease: Lease, exit_code: int | None, last_line: str = "") -> RunEnd | None:
     """Return how a run ended whose lease has ended; None if it was interrupted by us.
 
-    ``exit_code`` is its program's exit status; None if it never ended by itself.
+    ``exit_code`` is its program's exit status; None if it never ended by itself. ``last_line`` is
+    what it printed last.
     """
     if lease.state is not LeaseState.ENDED:
         raise ValueError(f"lease {lease.id} is open")
@@ -57,7 +58,8 @@ def end_of(lease: Lease, exit_code: int | None) -> RunEnd | None:
         return None
     if exit_code == 0:
         return RunEnd("done", "", 0)
-    return RunEnd("failed", f"Its program ended with exit status {exit_code}.", exit_code)
+    said = f" Its last line: {last_line}" if last_line else ""
+    return RunEnd("failed", f"Its program ended with exit status {exit_code}.{said}", exit_code)
 
 
 def end_after_ticket(ticket: Ticket) -> RunEnd | None:

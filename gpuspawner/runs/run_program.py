@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,11 @@ from typing import Any, BinaryIO, cast
 
 WARNING_SECONDS = 120
 """How long before its time limit a program gets SIGUSR1."""
+
+CELL = re.compile(r'Exception encountered at "In \[(\d+)\]"')
+"""How papermill says which cell failed."""
+
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 INTERRUPTED = 143
 """Exit status after the engine asked for the end: nothing of the program's own."""
@@ -94,13 +100,23 @@ def _carry_out(
         warn = threading.Timer(seconds - WARNING_SECONDS, os.kill, (os.getpid(), signal.SIGUSR1))
         warn.daemon = True
         warn.start()
-    output = cast("BinaryIO", process.stdout).fileno()
+    output, tail = cast("BinaryIO", process.stdout).fileno(), b""
     for part in iter(lambda: os.read(output, 65536), b""):
         _write(log, part)
+        tail = (tail + part)[-65536:]
     status = process.wait()
     if was_ended:
         return INTERRUPTED
+    if status and work["notebook"]:
+        _write(log, _failure(tail.decode(errors="replace")).encode())
     return 128 - status if status < 0 else status
+
+
+def _failure(said: str) -> str:
+    """Return a line that says which cell failed, and why: it is the last one of the log."""
+    lines = [line.strip() for line in COLOURS.sub("", said).splitlines() if line.strip()]
+    cell = CELL.search(said)
+    return f"{f'cell {cell[1]}: ' if cell else ''}{lines[-1] if lines else 'it failed'}\n"
 
 
 def _notebook_command(work: dict[str, Any], home: Path, folder: Path) -> list[str]:

@@ -114,9 +114,10 @@ class RunService:
             self.queue.end_ticket(ticket.id, "cancelled", why, actor=by, tell=False)
         return self.get(run_id)
 
-    def note_exit(self, run_id: str, exit_code: int) -> None:
-        """Record the exit status of a run's program, before its lease is released."""
-        self.store.run(lambda c: repository.note_exit(c, run_id, exit_code), write=True)
+    def note_exit(self, run_id: str, exit_code: int, last_line: str = "") -> None:
+        """Record the exit status and last line of a run's program, before its lease is released."""
+        note = repository.note_exit
+        self.store.run(lambda c: note(c, run_id, exit_code, last_line), write=True)
 
     def refuse(self, run_id: str, reason: str) -> None:
         """End a run that cannot start, with the reason that its member reads."""
@@ -187,7 +188,7 @@ class RunService:
             lease = _newest_leases(connection, [run]).get(run.server)
             if run.outcome or lease is None or not _has_to_settle(connection, run, lease):
                 return None
-            end = end_of(lease, run.exit_code)
+            end = end_of(lease, run.exit_code, run.reason)
             if end is None:
                 if may_restart(run, lease):
                     repository.begin_again(connection, run.id, lease.id)

@@ -13,6 +13,7 @@ from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError, SlurmRefused, SlurmUnavailable, Unavailable
 from ..core.units import format_credits
+from ..engines.base import EngineWithLogs
 from ..leases.models import Lease, LeaseKind, LeaseState, Sighting
 from ..ledger.credit_policy import OVERDRAFT
 from ..ledger.exhaustion import CreditEvent, credits_back
@@ -330,9 +331,12 @@ class RunDuty(TickDuty):
                 await asyncio.to_thread(end)
                 await self._release(lease, sighting)
             elif not sighting.alive:
-                if sighting.exit_code is not None:
+                if (code := sighting.exit_code) is not None:
+                    said, runs_on = "", self.tick.engines[engine]
+                    if code and isinstance(runs_on, EngineWithLogs):
+                        said = await asyncio.to_thread(runs_on.last_line, sighting.ref)
                     note = self.services.runs.note_exit
-                    await self.services.run(note, lease.server.run_id, sighting.exit_code)
+                    await self.services.run(note, lease.server.run_id, code, said)
                 await self._release(lease, sighting)
                 await asyncio.to_thread(end)
 

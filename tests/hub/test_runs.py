@@ -95,12 +95,14 @@ def test_command_runs_with_its_gpu_and_gives_it_back(
 
 
 def test_failed_program_is_told(hub: GPUHub, member: str) -> None:
-    run = submit(hub, member, command=["python3", "-c", "raise SystemExit(3)"])
+    program = "import sys; print('\\x1b[31mno <data>\\x1b[0m\\n'); sys.exit(3)"
+    run = submit(hub, member, command=["python3", "-c", program])
     run = ended(hub, member, run["id"])
     assert (run["state"], run["exit_status"]) == ("failed", 3)
+    assert run["reason"].endswith("exit status 3. Its last line: [31mno <data>[0m")
     (notice,) = hub.call(member, "GET", "notices").json()["notices"]
     assert notice["title"] == "Your run python3 failed"
-    assert "exit status 3" in notice["body"] and run["folder"] in notice["body"]
+    assert "no <data>" in notice["body"] and run["folder"] in notice["body"]
 
 
 def test_program_that_is_not_there_is_told(hub: GPUHub, member: str, folder: Path) -> None:
@@ -241,6 +243,7 @@ def test_notebook_runs_from_a_copy_with_its_parameters(
     hub.stop_server(member)
     run = ended(hub, member, said.split()[0])
     assert (run["state"], run["exit_status"]) == ("failed", 1)
+    assert run["reason"].endswith("Its last line: cell 4: ZeroDivisionError: division by zero")
     output = (files / run["folder"] / "output.ipynb").read_text()
     assert '"seed 7\\n"' in output
     assert "ZeroDivisionError" in (files / run["folder"] / "run.log").read_text()
