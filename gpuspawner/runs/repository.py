@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from ..core.errors import UnknownRun
-from ..db.schema import OPEN_LEASE, OPEN_RUN, leases, runs
+from ..db.schema import OPEN_LEASE, OPEN_RUN, OPEN_TICKET, leases, runs, tickets
 from ..leases.models import RUN_PREFIX
 from .models import Run, Work
 from .rules import RunEnd
@@ -69,9 +69,10 @@ def open_runs(connection: sa.Connection) -> list[Run]:
 
 
 def are_active(connection: sa.Connection) -> bool:
-    """Return True if any run has not ended, or has a lease that has not."""
+    """Return True if any run has not ended, or has a lease or a ticket that has not."""
     lease = OPEN_LEASE & leases.c.server_name.startswith(RUN_PREFIX, autoescape=True)
-    active = sa.exists().where(OPEN_RUN) | sa.exists().where(lease)
+    ticket = OPEN_TICKET & tickets.c.server_name.startswith(RUN_PREFIX, autoescape=True)
+    active = sa.or_(*(sa.exists().where(each) for each in (OPEN_RUN, lease, ticket)))
     return bool(connection.execute(sa.select(active)).scalar())
 
 

@@ -142,7 +142,16 @@ class RunService:
                 continue
             if run:
                 ended.append(run)
+        self._end_stray_tickets()
         return ended
+
+    def _end_stray_tickets(self) -> None:
+        """End the tickets of runs that ended in the moment in which they asked for devices."""
+        by_run = {ticket.server.run_id: ticket for ticket in self.queue.waiting()}
+        by_run.pop("", None)
+        for run_id in self.store.run(lambda c: repository.ended_ids(c, list(by_run))):
+            why = "its run has ended"
+            self.queue.end_ticket(by_run[run_id].id, "cancelled", why, tell=False)
 
     def strays(self, leases: Iterable[Lease]) -> list[Lease]:
         """Return those of some leases whose run has ended, and whose container may go on."""

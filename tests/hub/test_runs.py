@@ -4,6 +4,7 @@ Engine, containers of our base image."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,20 @@ def test_interrupted_run_begins_again_if_it_may(hub: GPUHub, member: str) -> Non
     assert (over["state"], over["restarts"]) == ("failed", 0)
     assert over["reason"].startswith("It was interrupted: ")
     assert len(hub.leases(member)) == 3
+    assert_all_given_back(hub)
+
+
+def test_run_whose_engine_died_begins_again(hub: GPUHub, member: str) -> None:
+    program = "import os, time; os.environ['GPUSPAWNER_RESTARTS'] == '0' and time.sleep(600)"
+    run = submit(hub, member, command=["python3", "-c", program], requeue=True)
+    in_state(hub, member, run["id"], "running")
+    hub.engine.kill9()
+    time.sleep(3)
+    assert run_of(hub, member, run["id"])["state"] == "running", "unknown is not gone"
+    hub.engine.start()
+    hub.engine.set_devices(hub.devices)
+    run = ended(hub, member, run["id"])
+    assert (run["state"], run["restarts"], run["exit_status"]) == ("done", 1, 0)
     assert_all_given_back(hub)
 
 
