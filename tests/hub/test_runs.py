@@ -131,14 +131,20 @@ def test_running_run_is_stopped_by_its_member(hub: GPUHub, member: str, folder: 
     assert_all_given_back(hub)
 
 
-def test_waiting_run_outlives_the_hub_and_starts_in_its_turn(hub: GPUHub, member: str) -> None:
+@pytest.mark.parametrize("end", ["killed", "restarted"])
+def test_waiting_run_outlives_the_hub_and_starts_in_its_turn(
+    hub: GPUHub, member: str, end: str
+) -> None:
     holders = [submit(hub, member, command=SLEEP)["id"] for _ in hub.devices]
     for run_id in holders:
         in_state(hub, member, run_id, "running")
     waits = submit(hub, member, command=["true"])["id"]
     in_state(hub, member, waits, "waiting")
-    hub.kill9()
-    hub.start()
+    if end == "killed":
+        hub.kill9()
+        hub.start()
+    else:
+        hub.restart()
     assert run_of(hub, member, waits)["state"] == "waiting"
     assert {run_of(hub, member, run_id)["state"] for run_id in holders} == {"running"}
     hub.call(member, "DELETE", f"runs/{holders[0]}").raise_for_status()
