@@ -29,7 +29,7 @@ class LauncherAPI(_OfService):
     """Submits a run of a member's."""
 
     async def post(self) -> None:
-        """Check a run as the start of a server is checked, and write it down."""
+        """Check a run like the start of a server, and save it."""
         self.require_service()
         sent = self.get_json_body()
         user = self.find_user(sent["user"])
@@ -54,10 +54,10 @@ class LauncherAPI(_OfService):
 
 
 class StartRunsAPI(_OfService):
-    """Sees to the runs that wait."""
+    """Starts waiting runs."""
 
     async def post(self) -> None:
-        """Start those whose turn it is, and send those that are on their way."""
+        """Start tasks for waiting runs, and list the runs that have one."""
         self.require_service()
         await self.launcher.start_all()
         self.finish({"starting": [_plain(run) for run in self.launcher.starting]})

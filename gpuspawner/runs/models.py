@@ -29,7 +29,7 @@ class RunState(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a run does: a command, or a notebook with parameters."""
+    """What a run executes: a command, or a notebook with parameters."""
 
     command: tuple[str, ...] = ()
     """The program and its arguments; empty for a notebook."""
@@ -38,7 +38,7 @@ class Work:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """The notebook's parameters, as JSON values by name."""
     directory: str = ""
-    """Where it is carried out, relative to the workspace; empty for the workspace itself."""
+    """The working directory, relative to the workspace; empty for the workspace itself."""
     folder: str = ""
     """Where its log and its output are, relative to the workspace."""
 
@@ -54,17 +54,17 @@ class Run:
     id: str
     user: str
     key: str = ""
-    """The member's own word for this submission, which submits it once; empty if there is none."""
+    """The client's idempotency key: submitting again with it returns this run. Empty: none."""
     title: str
     work: Work
     options: Mapping[str, Any] = field(default_factory=dict)
     """The member's choices, as of a server's ``user_options``: environment, devices, hours."""
     requeue: bool = False
-    """True if it may begin again after an end that was not its own."""
+    """True if it starts again after an interruption."""
     restarts: int = 0
-    """How often it began again."""
+    """How often it was started again."""
     after_lease: str = ""
-    """The lease that ended before it last began again."""
+    """The lease whose interruption was handled last."""
     created_at: datetime
     ended_at: datetime | None = None
     outcome: str = ""

@@ -34,7 +34,7 @@ _END = (
 
 
 def insert(connection: sa.Connection, run: Run) -> bool:
-    """Insert a run. Returns False if its member has submitted one with its key."""
+    """Insert a run. Returns False if its member already has one with the same key."""
     row = {name: getattr(run, name) for name in _FIELDS}
     row |= {"work": json.dumps(asdict(run.work)), "options": json.dumps(dict(run.options))}
     with connection.begin_nested() as savepoint:
@@ -58,7 +58,7 @@ def get(connection: sa.Connection, run_id: str, *, lock: bool = False) -> Run:
 
 
 def of_key(connection: sa.Connection, user: str, key: str) -> Run | None:
-    """Return the run that a member submitted with a key; None if there is none."""
+    """Return a member's run with this idempotency key, or None."""
     row = connection.execute(_ALL.where(runs.c.user == user, runs.c.key == key)).one_or_none()
     return None if row is None else _from_row(row)
 

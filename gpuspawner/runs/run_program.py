@@ -28,7 +28,10 @@ CELL = re.compile(r'Exception encountered at "In \[(\d+)\]"')
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 INTERRUPTED = 143
-"""Exit status after the engine asked for the end: nothing of the program's own."""
+"""Exit status after the engine stopped the container."""
+
+RESERVED = (INTERRUPTED, 255)
+"""Exit statuses that tell the hub of an interruption; 255 is the engine's after a crash."""
 
 
 def main() -> int:
@@ -68,7 +71,7 @@ def _carry_out(
     seconds: int,
 ) -> int:
     command = work["command"] or _notebook_command(work, home, folder)
-    # Ignored until the program says otherwise: whoever does not know of the signal is not ended.
+    # By default SIGUSR1 kills a program, so a program without a handler starts out ignoring it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         if not work["command"] and importlib.util.find_spec("papermill") is None:
@@ -83,7 +86,8 @@ def _carry_out(
             start_new_session=True,
         )
     except OSError as error:
-        _write(log, f"{work['notebook'] or command[0]} cannot start: {error.strerror}\n".encode())
+        what = error.filename or work["notebook"] or command[0]
+        _write(log, f"{what} cannot start: {error.strerror}\n".encode())
         return 127
     was_ended = []
 
@@ -109,11 +113,15 @@ def _carry_out(
         return INTERRUPTED
     if status and work["notebook"]:
         _write(log, _failure(tail.decode(errors="replace")).encode())
-    return 128 - status if status < 0 else status
+    status = 128 - status if status < 0 else status
+    if status in RESERVED:
+        log.write(f"The program's own exit status was {status}; it is reported as 1.\n".encode())
+        return 1
+    return status
 
 
 def _failure(said: str) -> str:
-    """Return a line that says which cell failed, and why: it is the last one of the log."""
+    """Return the last line of the log: which cell failed, and why."""
     lines = [line.strip() for line in COLOURS.sub("", said).splitlines() if line.strip()]
     cell = CELL.search(said)
     return f"{f'cell {cell[1]}: ' if cell else ''}{lines[-1] if lines else 'it failed'}\n"

@@ -41,9 +41,9 @@ class RunService:
     log: logging.Logger
 
     def submit(self, run: Run) -> tuple[Run, bool]:
-        """Write a run down; it then waits for its devices, whatever is killed.
+        """Save a run; from then on it waits for its devices and survives any crash.
 
-        Returns the run, and False if its member had submitted it before with the same key.
+        Returns the run and True, or the existing run with the same key and False.
         Raises MembershipEnded or TooManyRuns.
         """
         with self.store.write() as connection:
@@ -60,6 +60,10 @@ class RunService:
         self.log.info("Run %s of %s: submitted", run.id, run.user)
         return run, True
 
+    def of_key(self, user: str, key: str) -> Run | None:
+        """Return a member's run with this idempotency key, or None."""
+        return self.store.run(lambda c: repository.of_key(c, user, key)) if key else None
+
     def get(self, run_id: str) -> FollowedRun:
         """Return a run, open or ended, with its newest lease. Raises UnknownRun."""
         with self.store.read() as connection:
@@ -72,7 +76,7 @@ class RunService:
             return _followed(connection, repository.open_runs(connection))
 
     def are_active(self) -> bool:
-        """Return True if any run has not ended, or has left a lease behind."""
+        """Return True if any run has not ended, or still has a lease or a ticket."""
         return self.store.run(repository.are_active)
 
     def newest(
@@ -108,7 +112,7 @@ class RunService:
                 leases_repository.update(connection, lease.id, outcome=outcome, end_reason=why)
                 if not own:
                     note_lease(connection, lease, "stop", actor, why, now)
-        # Last: who waits with the ticket then finds a run that has ended.
+        # Last, so that the hub's task that waits with the ticket finds the run ended.
         if ticket := self.queue.ticket_of(followed.run.server):
             by = "" if own else actor
             self.queue.end_ticket(ticket.id, "cancelled", why, actor=by, tell=False)
@@ -146,7 +150,7 @@ class RunService:
         return ended
 
     def _end_stray_tickets(self) -> None:
-        """End the tickets of runs that ended in the moment in which they asked for devices."""
+        """End the tickets of runs that were stopped while they joined the queue."""
         by_run = {ticket.server.run_id: ticket for ticket in self.queue.waiting()}
         by_run.pop("", None)
         for run_id in self.store.run(lambda c: repository.ended_ids(c, list(by_run))):
@@ -154,7 +158,7 @@ class RunService:
             self.queue.end_ticket(by_run[run_id].id, "cancelled", why, tell=False)
 
     def strays(self, leases: Iterable[Lease]) -> list[Lease]:
-        """Return those of some leases whose run has ended, and whose container may go on."""
+        """Return the leases whose run has ended; their containers may still be running."""
         by_run = {lease.server.run_id: lease for lease in leases}
         ended = self.store.run(lambda c: repository.ended_ids(c, list(by_run)))
         return [lease for run_id, lease in by_run.items() if run_id in ended]

@@ -265,11 +265,11 @@ class SessionDuty(TickDuty):
 MEMBER_GONE = "the member was removed at the Hub"
 
 MEMBER_GONE_SECONDS = 600.0
-"""Seconds after which runs end whose member the Hub does not have: a rename takes some."""
+"""Seconds until the runs of a member whom the Hub lacks are stopped; a rename takes time."""
 
 
 class RunDuty(TickDuty):
-    """Sees to the runs: their ends, the stops that were ordered, and those that begin again."""
+    """Settles runs that have ended, carries out stops, and has the Hub start waiting runs."""
 
     def __init__(self, tick: Tick, poke: Callable[[], None] = lambda: None) -> None:
         super().__init__(tick, poke)

@@ -45,7 +45,7 @@ from ..core.errors import (
 )
 from ..core.units import format_credits
 from ..engines.base import Engine
-from ..leases.models import Lease, LeaseState, Request, ServerRef, Terms
+from ..leases.models import Lease, LeaseKind, LeaseState, Request, ServerRef, Terms
 from ..ledger.rules import check_payer
 from ..queue.models import Ticket
 from ..runs.models import Run
@@ -419,6 +419,8 @@ class GPUSpawnerMixin(Spawner):
 
     def resolve_options(self) -> tuple[Environment, Request]:
         """Return the environment and the request of this start, from ``user_options``."""
+        if self.run is None and self.server_ref.kind is LeaseKind.RUN:  # JupyterHub 5 allows colons
+            raise InvalidRequest("The name of a server cannot begin with 'run:'.", field="name")
         choice = self.choice
         if self.catalog and "image" in (self.user_options or {}):
             raise InvalidRequest(

@@ -52,10 +52,13 @@ class RunLauncher:
     async def submit(
         self, user: User, work: Work, options: Mapping[str, Any], *, title: str, **fields: Any
     ) -> Run:
-        """Check a run as the start of a server is checked, and write it down.
+        """Check a run like the start of a server, and save it.
 
-        Raises Refused with a sentence for the member; then nothing was written.
+        Raises Refused with a sentence for the member; then nothing was saved.
         """
+        known = await self.services.run(self.services.runs.of_key, user.name, fields["key"])
+        if known is not None:
+            return known
         run = Run(
             id=f"{slug_of(title)}-{secrets.token_hex(4)}",
             user=user.name,
@@ -80,7 +83,7 @@ class RunLauncher:
         return run
 
     async def start_all(self) -> None:
-        """See to every run that waits, also to those from before a restart of the hub."""
+        """Start a task for each waiting run that has none, such as after a restart of the hub."""
         for followed in await self.services.run(self.services.runs.open_runs):
             if followed.is_to_be_started and followed.run.id not in self._starting:
                 self._follow(followed.run)
@@ -91,12 +94,17 @@ class RunLauncher:
         task.add_done_callback(lambda done: self._starting.pop(run.id, None))
 
     async def _start(self, run: Run) -> None:
-        """Wait for the run's devices and start it; whatever goes wrong is written down."""
+        """Wait for the run's devices and start it; if that fails, save why."""
         try:
             user = self._user(run.user)
             spawner = self._spawner(user, run)
             await spawner.apply_group_overrides()
-            await maybe_future(spawner.run_pre_spawn_hook())
+            try:
+                await maybe_future(spawner.run_pre_spawn_hook())
+            except Exception:
+                if spawner.lease is not None:  # the admin's own hook failed
+                    await spawner.run_post_stop_hook()
+                raise
             try:
                 await self._require_open(run)
                 await asyncio.wait_for(spawner.start(), spawner.start_timeout)

@@ -28,6 +28,10 @@ environments:
 CONFIG = """
 c.GPUDockerSpawner.workspace = "{folder}/work-{{raw_username}}"
 c.GPURates.by_model = {{"*": 60}}
+def hook(spawner):
+    if "failing-hook" in spawner.user.name:
+        raise RuntimeError("the licence server is down")
+c.Spawner.pre_spawn_hook = hook
 import gpuspawner
 gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 """
@@ -111,6 +115,14 @@ def test_program_that_is_not_there_is_told(hub: GPUHub, member: str, folder: Pat
     assert (run["state"], run["exit_status"]) == ("failed", 127)
     log = (workspace(folder, member) / run["folder"] / "run.log").read_text()
     assert log == "no-such-program cannot start: No such file or directory\n"
+
+
+def test_failing_hook_of_the_admin_frees_the_gpu(hub: GPUHub, member: str) -> None:
+    run = ended(hub, member, submit(hub, member, command=["true"])["id"])
+    assert run["state"] == "failed" and "licence" not in run["reason"]
+    assert "(tell your admin)" in run["reason"]
+    (lease,) = hub.leases(member)
+    assert lease.charged == 0 and hub.taken() == {}, "at once, not at the next comparison"
 
 
 def test_running_run_is_stopped_by_its_member(hub: GPUHub, member: str, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """`gpuspawner-run`: submits runs from a terminal of a session, and follows them.
 
-A run carries out a program or a notebook with GPUs of its own, and gives them back at its end. This
-uses the session's own token, which reaches the runs of its member and no others. Only the standard
+A run executes a program or a notebook with GPUs of its own, and frees them when it ends. This uses
+the session's own token, which reaches the runs of its member and no others. Only the standard
 library is used.
 """
 
@@ -63,7 +63,9 @@ def submit(words):
     parser.add_argument(
         "--requeue", action="store_true", help="begin again, at most three times, if interrupted"
     )
-    parser.add_argument("--key", default="", help="a word of yours: the same key submits once")
+    parser.add_argument(
+        "--key", default="", help="idempotency key: submitting again with it returns the first run"
+    )
     parser.add_argument(
         "-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE")
     )
@@ -94,7 +96,7 @@ def submit(words):
     else:
         body["command"] = command(asked.program) + rest
     run = ask("POST", "", body)
-    print(f"{run['id']} is submitted. Its files are in {run['folder']} of your workspace.")
+    print(f"{run['id']} is submitted. Its files are in {run['folder']} in your workspace.")
     return 0
 
 

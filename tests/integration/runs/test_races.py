@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
@@ -32,6 +32,25 @@ def run_of(name: str, key: str = "") -> Run:
     return Run(id=name, user="ada", key=key, title="a", work=Work(command=("a",)), created_at=T0)
 
 
+def asked_and_stopped(services: Services, pool: Executor, run: Run) -> str:
+    """Ask for devices and stop the run at once. Return its lease's id; empty without one."""
+    start = Barrier(2)
+
+    def ask() -> str:
+        start.wait(30)
+        terms = Terms(wait=True, seconds=3600)
+        got = services.queue.ask(run.server, Request(devices=1), engine="docker", terms=terms)
+        return got.id if isinstance(got, Lease) else ""
+
+    def stop() -> None:
+        start.wait(30)
+        services.runs.stop(run.id, actor="ada")
+
+    asked, stopped = pool.submit(ask), pool.submit(stop)
+    stopped.result(30)
+    return asked.result(30)
+
+
 @each_database
 def test_one_key_submits_one_run(services: Services) -> None:
     start = Barrier(THREADS)
@@ -51,24 +70,10 @@ def test_one_key_submits_one_run(services: Services) -> None:
 @each_database
 def test_stop_and_grant_at_once_leave_no_run_behind(services: Services) -> None:
     """Whoever is first: a run that was stopped has ended, and neither waits nor goes on."""
-    start = Barrier(2)
-
-    def ask(run: Run) -> str:
-        start.wait(30)
-        terms = Terms(wait=True, seconds=3600)
-        got = services.queue.ask(run.server, Request(devices=1), engine="docker", terms=terms)
-        return got.id if isinstance(got, Lease) else ""
-
-    def stop(run: Run) -> None:
-        start.wait(30)
-        services.runs.stop(run.id, actor="ada")
-
     with ThreadPoolExecutor(2) as pool:
         for turn in range(4 * ROUNDS):
             run, _ = services.runs.submit(run_of(f"run-{turn}"))
-            asked, stopped = pool.submit(ask, run), pool.submit(stop, run)
-            stopped.result(30)
-            lease_id = asked.result(30)
+            lease_id = asked_and_stopped(services, pool, run)
             followed = services.runs.get(run.id)
             if lease_id:
                 lease = services.leases.get(lease_id)
@@ -84,22 +89,10 @@ def test_stop_and_grant_at_once_leave_no_run_behind(services: Services) -> None:
 @each_database
 def test_stop_and_wait_at_once_leave_no_ticket_behind(services: Services) -> None:
     acquire(services, "owner", 4)
-    start = Barrier(2)
-
-    def ask(run: Run) -> None:
-        start.wait(30)
-        terms = Terms(wait=True, seconds=3600)
-        services.queue.ask(run.server, Request(devices=1), engine="docker", terms=terms)
-
-    def stop(run: Run) -> None:
-        start.wait(30)
-        services.runs.stop(run.id, actor="ada")
-
     with ThreadPoolExecutor(2) as pool:
         for turn in range(4 * ROUNDS):
             run, _ = services.runs.submit(run_of(f"run-{turn}"))
-            for each in (pool.submit(ask, run), pool.submit(stop, run)):
-                each.result(30)
+            assert asked_and_stopped(services, pool, run) == ""
             if services.queue.waiting():
                 assert services.runs.are_active()
             services.runs.settle()

@@ -130,6 +130,18 @@ def test_killed_notebook_has_every_finished_cell(tmp_path: Path) -> None:
     assert "first\n" in outputs(output)
 
 
+@pytest.mark.parametrize("own", [143, 255])
+def test_program_cannot_look_interrupted(tmp_path: Path, own: int) -> None:
+    status, said = carried_out(tmp_path, command=python(f"print('end'); exit({own})"))
+    assert (status, said) == (1, "end\n")
+    assert f"exit status was {own}" in (tmp_path / "runs/one/run.log").read_text()
+
+
+def test_missing_folder_is_told(tmp_path: Path) -> None:
+    status, said = carried_out(tmp_path, command=["true"], directory="gone")
+    assert (status, said) == (127, f"{tmp_path}/gone cannot start: No such file or directory\n")
+
+
 def test_missing_program_is_told(tmp_path: Path) -> None:
     status, said = carried_out(tmp_path, command=["no-such-program"])
     assert (status, said) == (127, "no-such-program cannot start: No such file or directory\n")

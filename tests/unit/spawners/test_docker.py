@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from dockerspawner import DockerSpawner, SystemUserSpawner
+from jupyterhub.orm import Spawner
 from traitlets import default
 from traitlets.config import Config
 
@@ -95,6 +96,14 @@ def test_default_spawner_classes_have_no_custom_form(cls: type) -> None:
     assert not spawner.shows_own_form() and not spawner.takes_foreign_options()
     with pytest.raises(SpawnException, match="There is no field 'course'"):
         spawner.run_options_from_form({"course": ["ml"]})
+
+
+def test_server_cannot_have_the_name_of_a_run() -> None:
+    """JupyterHub 5 allows it; we would take its server for a run."""
+    spawner = spawner_of(GPUDockerSpawner)
+    spawner.orm_spawner = Spawner(name="run:train-1")
+    with pytest.raises(InvalidRequest, match="cannot begin with 'run:'"):
+        spawner.resolve_options()
 
 
 # Fields that only hooks read.
