@@ -185,6 +185,8 @@ leases = Table(
     Column("told_dry", Float),
     # Over how many days of UTC its totals are spread; NULL until it is ended and added up.
     Column("days", Integer),
+    Column("preemptible", Boolean, nullable=False, default=False, server_default=false()),
+    Column("yields_at", UTCDateTime),
     CheckConstraint("state IN ('granted', 'running', 'ended')", name="leases_state"),
     CheckConstraint("(state = 'ended') = (ended_at IS NOT NULL)", name="leases_end"),
     CheckConstraint("rate >= 0 AND hold >= 0 AND charged >= 0", name="leases_amounts"),
@@ -272,6 +274,8 @@ runs = Table(
     Column("outcome", Text, nullable=False),
     Column("reason", Text, nullable=False),
     Column("exit_code", Integer),
+    Column("preemptible", Boolean, nullable=False, default=False, server_default=false()),
+    Column("preemptions", Integer, nullable=False, default=0, server_default=text("0")),
     CheckConstraint("outcome IN ('', 'done', 'failed', 'stopped')", name="runs_outcome"),
     CheckConstraint("(outcome != '') = (ended_at IS NOT NULL)", name="runs_end"),
 )

@@ -40,6 +40,17 @@ class EngineWithLogs(Protocol):
         """
 
 
+@runtime_checkable
+class EngineWithSignals(Protocol):
+    """An engine that can send signals to its servers and runs."""
+
+    def signal(self, ref: str, name: str) -> None:
+        """Send a signal such as ``SIGUSR1``; one that has ended gets none.
+
+        Blocks. Raises EngineUnavailable.
+        """
+
+
 class Engine(Protocol):
     """An engine that runs servers and can prove that one is gone."""
 

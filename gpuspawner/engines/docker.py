@@ -104,6 +104,19 @@ class DockerEngine:
         with contextlib.suppress(NotFound):
             self.call(stop_and_remove)
 
+    def signal(self, ref: str, name: str) -> None:
+        """Send a signal to a container's first process; one that does not run gets none."""
+
+        def kill(client: docker.APIClient) -> None:
+            try:
+                client.kill(ref, name)
+            except APIError as error:
+                if error.status_code != 409:  # it has ended
+                    raise
+
+        with contextlib.suppress(NotFound):
+            self.call(kill)
+
     def last_line(self, ref: str) -> str:
         """Return the last line that a container printed; empty if nothing was, or none was kept."""
 

@@ -44,6 +44,7 @@ class LauncherAPI(_OfService):
                 key=sent["key"],
                 title=sent["title"],
                 requeue=sent["requeue"],
+                preemptible=sent["preemptible"],
             )
         except GPUSpawnerError as error:
             self.set_status(error.status_code)

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 RUN_PREFIX = "run:"
 """How the name of a run begins where servers are named; JupyterHub 6 allows no colon in those."""
 
+YIELD_SECONDS = 120.0
+"""Seconds within which preemptible runs yield their devices to others."""
+
 
 class LeaseKind(str, Enum):
     """What a ticket or a lease is for."""
@@ -173,6 +176,7 @@ class Lease:
     * ``idle``: its GPUs were idle.
     * ``restart``: it restarts with the same devices.
     * ``disk``: it wrote too much into its own container.
+    * ``preempted``: it is preemptible, and its devices went to a start that is not.
     """
     when_dry: str = "stop"
     """What happens when the account runs dry, fixed at the grant.
@@ -187,6 +191,10 @@ class Lease:
     """Microcredits that an admin refunded; ``charged`` is already reduced by them."""
     told_dry: float | None = None
     """The last warning of low credits that was given, in minutes left."""
+    preemptible: bool = False
+    """True if it yields its devices to every start that is not preemptible."""
+    yields_at: datetime | None = None
+    """When it is stopped because others get its devices; None if it need not yield."""
 
     @property
     def up_since(self) -> datetime | None:
@@ -290,3 +298,5 @@ class Terms:
     """The account that pays; empty for the member's usual one."""
     shown_at: datetime | None = None
     """When a form showed the price; an immediate start costs no more than that price."""
+    preemptible: bool = False
+    """True to get only what nobody else can use now, for less, and to yield it to others."""

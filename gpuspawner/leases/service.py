@@ -88,13 +88,14 @@ class LeaseService:
         account: str = "",
         group: str = "",
         terms: Terms | None = None,
+        kept: frozenset[str] = frozenset(),
     ) -> Lease:
         """Grant devices to a server and hold credits, on disk before the engine creates anything.
 
         This ignores the queue and never waits: members go through :meth:`QueueService.ask`.
-        ``account`` pays; the default is the member's own. Raises NoDeviceFree, TooMuchAsked,
-        NoCredits, MembershipEnded, GrantingPaused, ServerHasLease or StoreUnavailable; then nothing
-        was written.
+        ``account`` pays; the default is the member's own. No slot in ``kept`` is granted. Raises
+        NoDeviceFree, TooMuchAsked, NoCredits, MembershipEnded, GrantingPaused, ServerHasLease or
+        StoreUnavailable; then nothing was written.
         """
         terms = terms or Terms()
         free = not request.devices
@@ -111,6 +112,8 @@ class LeaseService:
             when_dry=policy.when_dry,
             overdraft=policy.overdraft,
             shown_at=terms.shown_at,
+            preemptible=terms.preemptible,
+            kept=kept,
         )
         try:
             return grant(self.devices.look())
@@ -177,6 +180,8 @@ class LeaseService:
         rates = self.prices.rates_in(connection) if known.has_rates else self.prices.configured
         cards = (rates.card(at, request.environment) for at in priced_at(now, shown_at))
         rate = min(card.price(chosen) for card in cards)
+        if terms.get("preemptible"):
+            rate = self.prices.preemptible(rate)
         payer = known.account
         if payer is None or known.is_paying or (known.first_due and known.first_due <= now):
             payer = self.payer_now(connection, account, now)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
 import sqlalchemy as sa
-from traitlets import Dict, List, Unicode
+from traitlets import Dict, Float, List, Unicode
 from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError, InvalidRequest
@@ -60,6 +62,19 @@ class GPURates(LoggingConfigurable):
         """,
     )
 
+    preemptible_share = Float(
+        0.5,
+        min=0.0,
+        max=1.0,
+        config=True,
+        help="""
+        What a preemptible run costs, as a share of the price: it only gets GPUs that nobody else
+        can use, and yields them within two minutes. Example::
+
+            c.GPURates.preemptible_share = 0.25
+        """,
+    )
+
     zone = Unicode(
         "UTC",
         config=True,
@@ -101,6 +116,10 @@ class PriceService:
     def rates(self) -> RateCard:
         """The current prices for environments without a rate of their own. Reads the store."""
         return self.all_rates().card(self.clock())
+
+    def preemptible(self, rate: int) -> int:
+        """Return what a preemptible run costs in the place of this rate, in microcredits."""
+        return math.ceil(rate * Decimal(str(self.settings.preemptible_share)))
 
     def all_rates(self) -> Rates:
         """Return every rate that applies now or later, from the store and the configuration."""

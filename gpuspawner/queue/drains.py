@@ -62,7 +62,7 @@ class DrainService:
             return {}
         decision = self.line.scheduler.decide(
             now.timestamp(),
-            self.line.supply.free,
+            self.line.supply.grantable,
             planned=PLANNED,
             likely_ends=self.line.drained(),
         )

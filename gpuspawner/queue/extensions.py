@@ -212,7 +212,7 @@ class ExtensionService:
         mine = [x for x in running if x.member == extended.server.user]
         groups = [x for x in running if extended.group and x.group == extended.group]
         limits = zip((mine, groups), self.settings.limits_of(extended.group), strict=True)
-        free = self.line.supply.free
+        free = self.line.supply.grantable
         late = delayed(self.line.scheduler, extended.id, end, at, free, self.line.drained())
         reasons = [
             drained(extended, self.line.closed),

@@ -145,6 +145,8 @@ class Decision:
     """Tickets that a limit keeps waiting, with that limit in words."""
     on: Mapping[str, str] = field(default_factory=dict)
     """The kind of devices that each start gets."""
+    left: Mapping[str, int] = field(default_factory=dict)
+    """Devices that no start of now gets, by kind."""
 
 
 @dataclass(frozen=True, slots=True)

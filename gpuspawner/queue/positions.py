@@ -22,7 +22,7 @@ from ..devices.placement import must_run
 from ..devices.service import DeviceService
 from ..devices.snapshots import InventorySnapshot, credit_ends
 from ..leases import repository as leases_repository
-from ..leases.models import Request
+from ..leases.models import YIELD_SECONDS, Request
 from ..ledger import repository as ledger_repository
 from ..ledger.settings import GPUCredits
 from . import repository
@@ -291,7 +291,7 @@ class PositionService:
         held back.
         """
         self.sync()
-        if self.line.paused or not self.line.tickets:
+        if self.line.paused:
             return Decision()
         now = self.clock().timestamp()
         return self._decision(now, planned)
@@ -301,11 +301,16 @@ class PositionService:
     def _decision(self, now: float, planned: int) -> Decision:
         return self.line.scheduler.decide(
             now,
-            self.line.supply.free,
+            self.line.supply.grantable,
             planned=planned,
             reasons=planned > 0,
             likely_ends=self._ends(now) if planned else {},
         )
+
+    def _is_yielded(self, ticket_id: str, decision: Decision) -> bool:
+        """Return True if a start of now may have to wait until preemptible runs have yielded."""
+        kind = decision.on.get(ticket_id, "")
+        return decision.left.get(kind, 0) < self.line.supply.yielded.get(kind, 0)
 
     def _ends(self, now: float) -> dict[str, float]:
         """Return when the credits of open leases run out; nobody is promised that they do.
@@ -339,13 +344,16 @@ class PositionService:
 
         estimates = self._estimates(waiting, decision, now)
         for place, ticket in enumerate(waiting, start=1):
+            latest, note = decision.latest.get(ticket.id), decision.held_back.get(ticket.id, "")
+            if self._is_yielded(ticket.id, decision):
+                latest, note = now + YIELD_SECONDS, "preemptible runs are making room"
             found[ticket.id] = QueuePosition(
                 place=place,
                 of=len(waiting),
-                why=why(ticket.request, decision.held_back.get(ticket.id, "")),
+                why=why(ticket.request, note),
                 estimate=estimates.get(ticket.id),
                 planned=_moment_or_none(decision.planned.get(ticket.id)),
-                latest=_moment_or_none(decision.latest.get(ticket.id)),
+                latest=_moment_or_none(latest),
             )
         return found
 
@@ -445,6 +453,9 @@ class PositionService:
             return Outlook(free, total, at_once=False, ahead=ahead)
         if not ahead and any(given.get(kind, 0) >= request.devices for kind in kinds):
             return Outlook(free, total, at_once=True)
+        grantable = self.line.supply.grantable
+        if not ahead and any(grantable.get(kind, 0) >= request.devices for kind in kinds):
+            return Outlook(free, total, at_once=False, latest=at_second(now + YIELD_SECONDS))
         if self.delegation.delegate is not None:  # its order is not ours
             return Outlook(free, total, at_once=False, ahead=ahead)
         group, priority = self.settings.standing_of(groups)
@@ -462,11 +473,13 @@ class PositionService:
         if len(self.line.tickets) <= TRIED:
             decision, before = self._try(waiting, now)
         latest = decision.latest.get(NEWCOMER)
+        if is_yielded := self._is_yielded(NEWCOMER, decision):
+            latest = now + YIELD_SECONDS
         estimate = self.line.estimator.guess(waiting, now, before, latest)
         return Outlook(
             free,
             total,
-            at_once=NEWCOMER in decision.starts,
+            at_once=NEWCOMER in decision.starts and not is_yielded,
             ahead=ahead,
             estimate=None if NEWCOMER in decision.held_back else estimate,
             planned=_moment_or_none(decision.planned.get(NEWCOMER)),

@@ -228,6 +228,7 @@ _MARK = (
     + leases.c.state
     + ":"
     + sa.cast(sa.func.coalesce(leases.c.seconds + leases.c.extended, -1), sa.Text)
+    + sa.case((leases.c.yields_at.is_(None), ""), else_=":yields")
 )
 _MARKS = sa.select(sa.func.aggregate_strings(_MARK, " ")).where(
     OPEN_LEASE,
@@ -236,7 +237,7 @@ _MARKS = sa.select(sa.func.aggregate_strings(_MARK, " ")).where(
 
 
 def lease_marks(connection: sa.Connection) -> dict[str, str]:
-    """Return what can change in every open lease with devices (its state and end), by id."""
+    """Return what can change in every open lease with devices (state and ends), by id."""
     text = connection.execute(_MARKS).scalar_one()
     return dict(part.split(":", 1) for part in text.split(" ")) if text else {}
 
@@ -251,7 +252,12 @@ def ended_since(connection: sa.Connection, since: datetime) -> list[Lease]:
     """Return the newest leases with devices that ran and ended since then, oldest first."""
     newest = (
         sa.select(leases.c.id)
-        .where(leases.c.ended_at >= since, leases.c.started_at.isnot(None), _HAD_DEVICES)
+        .where(
+            leases.c.ended_at >= since,
+            leases.c.started_at.isnot(None),
+            ~leases.c.preemptible,
+            _HAD_DEVICES,
+        )
         .order_by(leases.c.ended_at.desc())
         .limit(MOST)
     )
@@ -286,7 +292,7 @@ def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
                 tickets, tickets.c.id == leases.c.ticket_id
             )
         )
-        .where(leases.c.granted_at >= since)
+        .where(leases.c.granted_at >= since, ~leases.c.preemptible)
         .group_by(leases.c.id, tickets.c.created_at)
         .order_by(leases.c.granted_at.desc())
         .limit(MOST)
@@ -300,7 +306,12 @@ def asked_for(connection: sa.Connection, since: datetime) -> list[tuple[datetime
     query = (
         sa.select(leases.c.id, tickets.c.created_at)
         .select_from(leases.outerjoin(tickets, tickets.c.id == leases.c.ticket_id))
-        .where(leases.c.ended_at >= since, leases.c.started_at.isnot(None), _HAD_DEVICES)
+        .where(
+            leases.c.ended_at >= since,
+            leases.c.started_at.isnot(None),
+            ~leases.c.preemptible,
+            _HAD_DEVICES,
+        )
         .order_by(asked)
     )
     moments = {row.id: row.created_at for row in connection.execute(query)}

@@ -174,7 +174,7 @@ class Scheduler:
         for one whose devices are not given to anybody else.
         """
         if not self.waiting:
-            return Decision()
+            return Decision(left=dict(free))
         self._latest = now
         self._book.bring_up_to_date(now)
         if planned > 0 or self._limiter.any:
@@ -183,6 +183,7 @@ class Scheduler:
         walk = Walk(self._book, self._limiter, round_)
         aged = self._first_by_age(now)
         walk.run(aged)
+        left = dict(round_.left)
         latest: dict[str, float] = {}
         if planned > 0:
             self._plan(round_, now, self._in_order(now, aged), planned, likely_ends)
@@ -190,7 +191,7 @@ class Scheduler:
             latest = self._latest_starts(round_, now, keys, planned, likely_ends)
         held_back = self._held_back(round_.on, now) if reasons else {}
         self._limiter.give_back()
-        return Decision(tuple(walk.starts), round_.planned, latest, held_back, round_.on)
+        return Decision(tuple(walk.starts), round_.planned, latest, held_back, round_.on, left)
 
     def order(self, now: float) -> list[RankedTicket]:
         """Return all waiting tickets, first next, each with the parts of its score."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ from ..db.engine import Store
 from ..devices.placement import asks_for, must_run, texts
 from ..devices.snapshots import InventorySnapshot
 from ..leases import repository as leases_repository
-from ..leases.models import Lease, LeaseKind, Request, ServerRef, Slot, Terms
+from ..leases.models import YIELD_SECONDS, Lease, LeaseKind, Request, ServerRef, Slot, Terms
 from ..leases.service import LeaseService, require_seen
 from ..ledger import rules as ledger_rules
 from ..ledger.prices import PriceService
@@ -45,7 +46,7 @@ from ..notifications.models import NoticeKind
 from ..notifications.service import compose
 from . import repository
 from .delegation import DelegationService
-from .models import QueueLimits, Ticket
+from .models import Decision, QueueLimits, Ticket
 from .positions import PositionService
 from .settings import GPUQueue
 from .state import kind_of, model_of
@@ -58,6 +59,9 @@ MOST_POINTS = 1_000_000
 
 LAST_POSITION = 1_000_000
 """The largest position that an admin can set."""
+
+STOPPING_SECONDS = 15.0
+"""Seconds that the end of a program takes at most, once it is ordered."""
 
 AT_ONCE = 15.0
 """Seconds within which an allocation of an external scheduler counts as immediate.
@@ -135,6 +139,8 @@ class QueueService:
         )
         if free:
             return grant()
+        if terms.preemptible:
+            return self._grant_spare(server, request, grant)
         new_ticket = partial(self._ticket, server, request, engine, account, terms)
         if self.delegation.delegate is not None:
             return self._ask_there(new_ticket(), wait=terms.wait)
@@ -146,7 +152,7 @@ class QueueService:
                     if not terms.wait:
                         raise
                 except NoDeviceFree as error:
-                    if not terms.wait:
+                    if not (terms.wait or self._would_get_yielded(request)):
                         raise self._with_start(error, server, request, terms) from None
             elif not terms.wait:
                 try:
@@ -165,6 +171,11 @@ class QueueService:
         """
         free = not request.devices
         account = self.leases.ledger.payer(server.user, terms.groups, terms.account, free=free)
+        if free and terms.preemptible:
+            raise InvalidRequest(
+                "Only a run with a GPU can be preemptible: this one asks for none.",
+                field="preemptible",
+            )
         if free:
             return
         ticket = self._ticket(server, request, engine, account, terms)
@@ -173,7 +184,7 @@ class QueueService:
             if not self.line.kinds(request):
                 self.positions.require_fit(request)
             with self.store.write() as connection:
-                self._must_be_paid(connection, ticket)
+                self._must_be_paid(connection, ticket, preemptible=terms.preemptible)
         for limit in self.settings.limits_of(ticket.group):
             _must_be_within(limit, ticket)
 
@@ -188,7 +199,50 @@ class QueueService:
             return self._external_turns(present)
         with self.line.lock:
             decision = self.positions.decide()
-            return [ticket for ticket in decision.starts if ticket in present]
+            starts = [ticket for ticket in decision.starts if ticket in present]
+            return self._make_room(starts, decision)
+
+    def spare(self) -> Counter[str]:
+        """Return the devices that no start of now needs, by kind: what preemptible runs get."""
+        if self.delegation.delegate is not None:
+            return Counter()
+        with self.line.lock:
+            decision = self.positions.decide()
+            # Positive counts only: of what is left, preemptible runs hold some.
+            return Counter(decision.left) - Counter(self.line.supply.yielded)
+
+    def _make_room(self, starts: list[str], decision: Decision) -> list[str]:
+        """Return the starts whose devices are free; for the others, preemptible runs yield."""
+        free, missing, ready = Counter(self.line.supply.free), Counter[str](), []
+        for ticket_id in starts:
+            kind, devices = decision.on[ticket_id], self.line.tickets[ticket_id].request.devices
+            if free[kind] >= devices:
+                free[kind] -= devices
+                ready.append(ticket_id)
+            else:
+                missing[kind] += devices
+        if missing := missing - free:
+            self._let_yield(missing)
+        return ready
+
+    def _let_yield(self, missing: Counter[str]) -> None:
+        """Have preemptible runs yield this many devices, by kind: the youngest, who lose least."""
+        chosen = []
+        held = sorted(self.line.preemptible.values(), key=lambda x: x.granted_at, reverse=True)
+        for lease in sorted(held, key=lambda x: x.yields_at is None):  # those that do already first
+            devices = self.line.kinds_of(lease)
+            if devices & missing:
+                missing -= devices
+                if lease.yields_at is None:
+                    chosen.append(lease)
+        if not chosen:
+            return
+        at = self.clock() + timedelta(seconds=YIELD_SECONDS - STOPPING_SECONDS)
+        with self.store.write() as connection:
+            for lease in chosen:
+                leases_repository.update(connection, lease.id, yields_at=at)
+        for lease in chosen:
+            self.log.info("Lease %s: %s yields its devices to others", lease.id, lease.server)
 
     def start_ticket(self, ticket_id: str) -> Lease:
         """Grant what a ticket waits for, on disk before the engine creates anything.
@@ -408,6 +462,23 @@ class QueueService:
             return now
         return min(max(since, ticket.created_at), now)
 
+    def _grant_spare(
+        self, server: ServerRef, request: Request, grant: Callable[..., Lease]
+    ) -> Lease:
+        """Grant a preemptible run what nobody else can use now. Raises NoDeviceFree."""
+        with self.line.lock:
+            spare = self.spare()
+            kinds = [k for k in self.line.kinds(request) if spare[k] >= request.devices]
+            if not kinds:
+                raise NoDeviceFree()
+            return grant(kept=self._of_other_kinds(max(kinds, key=lambda kind: spare[kind])))
+
+    def _would_get_yielded(self, request: Request) -> bool:
+        """Return True if it starts in two minutes, because preemptible runs yield enough."""
+        self.positions.sync()
+        grantable = self.line.supply.grantable
+        return any(grantable[kind] >= request.devices for kind in self.line.kinds(request))
+
     def _nobody_is_before(self, terms: Terms) -> bool:
         """Return True if a request may bypass the queue: nobody waits, and no limits apply."""
         if not self.line.synced:
@@ -544,7 +615,9 @@ class QueueService:
                 raise TooManyTickets(count=count, most=limit.tickets)
             _must_be_within(limit, ticket)
 
-    def _must_be_paid(self, connection: sa.Connection, ticket: Ticket) -> None:
+    def _must_be_paid(
+        self, connection: sa.Connection, ticket: Ticket, *, preemptible: bool = False
+    ) -> None:
         """Raise NoCredits if the account cannot pay for the cheapest devices that fit."""
         payer = self.leases.payer_now(connection, ticket.account, ticket.created_at)
         request = ticket.request
@@ -552,13 +625,16 @@ class QueueService:
         models = {model_of(kind) for kind in self.line.kinds(request)}
         rates = (card.rate_of(model) * request.devices for model in models)
         rate, lead = min(rates, default=0), self.credits.lead(ticket.seconds)
+        if preemptible:
+            rate = self.prices.preemptible(rate)
         hold = ledger_rules.hold_for(rate, lead)
         self.leases.require_credits(payer, hold, rate, lead)
 
     def _kept_for_others(self, ticket: Ticket) -> frozenset[str]:
         """Return the first slots, as texts, of devices of other kinds than the scheduler chose."""
-        decision = self.positions.decide()
-        kind = decision.on.get(ticket.id)
+        return self._of_other_kinds(self.positions.decide().on.get(ticket.id))
+
+    def _of_other_kinds(self, kind: str | None) -> frozenset[str]:
         fleet = self.line.supply.fleet
         kept = {Slot(uuid) for uuid in self.line.closed if uuid in fleet.by_uuid}
         if kind is not None:

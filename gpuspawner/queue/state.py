@@ -6,7 +6,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
 
@@ -50,6 +50,13 @@ class DeviceSupply:
     """Devices that could be granted now, by kind."""
     usable: Mapping[str, int]
     """These and the ones in use, by kind."""
+    yielded: Mapping[str, int] = field(default_factory=dict)
+    """Devices of preemptible runs, by kind: free two minutes after somebody else needs them."""
+
+    @property
+    def grantable(self) -> Mapping[str, int]:
+        """What tickets are served from, by kind: the free devices and those that are yielded."""
+        return Counter(self.free) + Counter(self.yielded)
 
 
 class QueueState:
@@ -74,6 +81,8 @@ class QueueState:
         self._versions: dict[str, str] = {}
         self._leases: dict[str, str] = {}
         self._uuids: dict[str, tuple[str, ...]] = {}
+        self.preemptible: dict[str, Lease] = {}
+        """Open leases of preemptible runs; the scheduler does not know them, for they yield."""
         self._synced_at: datetime | None = None
         self._kinds = lru_cache(maxsize=4096)(self._find_kinds)
 
@@ -81,6 +90,7 @@ class QueueState:
         """Read everything again, because the clock was set and all stored times were moved."""
         self.scheduler, self.tickets, self._synced_at = scheduler, {}, None
         self._alone, self._versions, self._leases, self._uuids = {}, {}, {}, {}
+        self.preemptible = {}
         self.supply = DeviceSupply(PlacementIndex((), {}), {}, {})
         self.revision += 1
 
@@ -156,6 +166,11 @@ class QueueState:
             if not self.closed.keys().isdisjoint(held)
         }
 
+    def kinds_of(self, lease: Lease) -> Counter[str]:
+        """Return the devices of a lease that come back to the queue, by kind."""
+        closed = self.closed.keys()
+        return Counter(kind_of(device) for device in lease.devices if device.uuid not in closed)
+
     def kinds(self, request: Request) -> frozenset[str]:
         """Return the kinds that have enough devices for the request, in use or not."""
         return self._kinds(request.model, request.models, request.memory_bytes, request.devices)
@@ -179,6 +194,11 @@ class QueueState:
                 for d in fleet.devices
                 if is_in_service(d, leased=d.uuid in held, closed=d.uuid in self.closed)
             ),
+            Counter(
+                kind
+                for lease in self.preemptible.values()
+                for kind in self.kinds_of(lease).elements()
+            ),
         )
         if fleet is not before.fleet:
             self._kinds.cache_clear()
@@ -198,7 +218,7 @@ class QueueState:
         for lease in repository.ended_since(connection, since):
             ended = lease.ended_at
             new = ended and (self._synced_at is None or ended > self._synced_at)
-            if new and lease.id not in self._leases:
+            if new and lease.id not in self._leases and not lease.preemptible:
                 self.scheduler.learn([_past(lease)])
         gone = self._leases.keys() - found.keys()
         for lease in repository.some_leases(connection, gone):
@@ -206,6 +226,7 @@ class QueueState:
             used_until = lease.ended_at if lease.started_at else lease.granted_at
             self.scheduler.ended(lease.id, (used_until or now).timestamp())
             self._uuids.pop(lease.id, None)
+            self.preemptible.pop(lease.id, None)
         changed = [name for name, mark in found.items() if self._leases.get(name) != mark]
         for lease in repository.some_leases(connection, changed):
             self._tell_of(lease, fleet)
@@ -214,6 +235,9 @@ class QueueState:
 
     def _tell_of(self, lease: Lease, fleet: PlacementIndex) -> None:
         """Tell the scheduler about a lease that is new or whose end moved."""
+        if lease.preemptible:
+            self.preemptible[lease.id] = lease
+            return
         self._uuids[lease.id] = lease.uuids
         ends_at = lease.ends_at.timestamp() if lease.ends_at else None
         if lease.id in self.scheduler.running:

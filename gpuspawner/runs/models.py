@@ -62,7 +62,11 @@ class Run:
     requeue: bool = False
     """True if it starts again after an interruption."""
     restarts: int = 0
-    """How often it was started again."""
+    """How often it was started again after an interruption."""
+    preemptible: bool = False
+    """True if it runs only on devices that nobody else can use, and yields them to others."""
+    preemptions: int = 0
+    """How often it has yielded them."""
     after_lease: str = ""
     """The lease whose interruption was handled last."""
     created_at: datetime

@@ -113,10 +113,13 @@ def note_exit(connection: sa.Connection, run_id: str, exit_code: int, last_line:
     connection.execute(this.values(exit_code=exit_code, reason=last_line))
 
 
-def begin_again(connection: sa.Connection, run_id: str, lease_id: str) -> None:
+def begin_again(
+    connection: sa.Connection, run_id: str, lease_id: str, *, preempted: bool = False
+) -> None:
     """Let an open run begin again, after the end of this lease."""
     this = sa.update(runs).where(runs.c.id == run_id, OPEN_RUN)
-    changes = {"restarts": runs.c.restarts + 1, "after_lease": lease_id}
+    count = runs.c.preemptions if preempted else runs.c.restarts
+    changes = {count.name: count + 1, "after_lease": lease_id}
     changes |= {"exit_code": None, "reason": ""}
     connection.execute(this.values(changes))
 

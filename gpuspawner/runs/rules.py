@@ -25,6 +25,9 @@ INTERRUPTIONS = frozenset({"lost"})
 INTERRUPTED = frozenset({143, 255})
 """Exit statuses of a container that somebody stopped, or that went down with its machine."""
 
+PREEMPTED = "preempted"
+"""The outcome of a lease whose devices went to others."""
+
 WENT_ON = frozenset({"granted", "replaced"})
 """Outcomes of tickets after which a run has a lease or another ticket."""
 
@@ -48,11 +51,11 @@ def end_of(lease: Lease, exit_code: int | None, last_line: str = "") -> RunEnd |
     """
     if lease.state is not LeaseState.ENDED:
         raise ValueError(f"lease {lease.id} is open")
-    if lease.outcome in INTERRUPTIONS:
+    if lease.outcome in INTERRUPTIONS or (was_preempted(lease) and exit_code != 0):
         return None
     if lease.outcome == "failed":
         return RunEnd("failed", sentence(lease.end_reason or "it could not start"))
-    if lease.outcome:
+    if lease.outcome not in ("", PREEMPTED):
         return RunEnd("stopped", sentence(lease.end_reason), exit_code)
     if exit_code is None or exit_code in INTERRUPTED:
         return None
@@ -75,11 +78,22 @@ def slug_of(title: str) -> str:
     return _UNFIT.sub("-", title.lower())[:LONGEST_SLUG].strip("-") or "run"
 
 
+def was_preempted(lease: Lease) -> bool:
+    """Return True if the devices of a lease went to others, and nobody stopped it before.
+
+    A program that saves and ends itself after the warning was preempted, too.
+    """
+    return lease.yields_at is not None and lease.outcome in ("", PREEMPTED)
+
+
 def may_restart(run: Run, lease: Lease) -> bool:
     """Return True if a run begins again that was interrupted with this lease.
 
-    One whose program never began does so in any case: nothing was computed twice.
+    One whose program never began does so in any case: nothing was computed twice. One that had to
+    yield its devices does so as often as that happens.
     """
+    if was_preempted(lease):
+        return True
     return run.restarts < MOST_RESTARTS and (run.requeue or lease.started_at is None)
 
 

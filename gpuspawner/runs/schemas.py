@@ -78,6 +78,7 @@ class RunBody(Body):
     title: Written = written(LONGEST_TITLE, "train", "")
     options: JSONObject = {}
     requeue: Flag = False
+    preemptible: Flag = False
     key: Key = ""
 
     def work(self, folder: str) -> Work:
@@ -117,6 +118,8 @@ class RunAnswer(Answer):
     folder: str = told("run.work.folder")
     requeue: bool = told("run.requeue")
     restarts: Count = told("run.restarts")
+    preemptible: bool = told("run.preemptible")
+    preemptions: Count = told("run.preemptions")
     created_at: Instant = told("run.created_at")
     started_at: Instant | None = told("lease.started_at", None)
     ended_at: Instant | None = told("run.ended_at")

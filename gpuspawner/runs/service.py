@@ -22,7 +22,16 @@ from ..queue import repository as queue_repository
 from ..queue.service import QueueService
 from . import repository
 from .models import FollowedRun, Run
-from .rules import MOST_OPEN, RunEnd, end_after_ticket, end_of, may_restart, sentence
+from .rules import (
+    MOST_OPEN,
+    PREEMPTED,
+    RunEnd,
+    end_after_ticket,
+    end_of,
+    may_restart,
+    sentence,
+    was_preempted,
+)
 
 STOPPED_BY_MEMBER = "its member stopped it"
 
@@ -118,6 +127,16 @@ class RunService:
             self.queue.end_ticket(ticket.id, "cancelled", why, actor=by, tell=False)
         return self.get(run_id)
 
+    def preempt(self, lease_id: str) -> None:
+        """Order the end of a preemptible run whose time to yield is over."""
+        now = self.clock()
+        with self.store.write() as connection:
+            lease = leases_repository.get(connection, lease_id, lock=True)
+            if lease.yields_at is None or now < lease.yields_at or not goes_on(lease):
+                return
+            why = "its GPUs went to a start that is not preemptible"
+            leases_repository.update(connection, lease.id, outcome=PREEMPTED, end_reason=why)
+
     def note_exit(self, run_id: str, exit_code: int, last_line: str = "") -> None:
         """Record the exit status and last line of a run's program, before its lease is released."""
         note = repository.note_exit
@@ -204,7 +223,8 @@ class RunService:
             end = end_of(lease, run.exit_code, run.reason)
             if end is None:
                 if may_restart(run, lease):
-                    repository.begin_again(connection, run.id, lease.id)
+                    preempted = was_preempted(lease)
+                    repository.begin_again(connection, run.id, lease.id, preempted=preempted)
                     self.log.info("Run %s of %s begins again", run.id, run.user)
                     return None
                 end = RunEnd("failed", f"It was interrupted: {lease.end_reason}.")

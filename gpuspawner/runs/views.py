@@ -63,7 +63,7 @@ class RunsAPI(ChangingAPI):
         hub = self.context.hub
         if hub is None:
             raise web.HTTPError(503)
-        fields = sent.model_dump(include={"options", "requeue", "key"})
+        fields = sent.model_dump(include={"options", "requeue", "preemptible", "key"})
         fields |= {"title": title, "work": _plain(work)}
         with refusals():
             run_id = await hub.submit_run(self.user, fields)

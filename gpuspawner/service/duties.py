@@ -13,15 +13,17 @@ from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError, SlurmRefused, SlurmUnavailable, Unavailable
 from ..core.units import format_credits
-from ..engines.base import EngineWithLogs
-from ..leases.models import Lease, LeaseKind, LeaseState, Sighting
+from ..engines.base import EngineWithLogs, EngineWithSignals
+from ..leases.models import EndReason, Lease, LeaseKind, LeaseState, SessionEnd, Sighting
 from ..ledger.credit_policy import OVERDRAFT
 from ..ledger.exhaustion import CreditEvent, credits_back
 from ..ledger.refills import Refill
 from ..ledger.rules import ACTOR_ACCOUNTING
 from ..notifications.models import Notice
 from ..runs.models import RunState
+from ..runs.run_program import WARNING_SECONDS
 from ..slurm import accounts
+from ..web.view_models import session_ends
 from .worker import Round, Tick, TickDuty
 
 
@@ -275,6 +277,10 @@ class RunDuty(TickDuty):
         super().__init__(tick, poke)
         self._missing: dict[str, float] = {}
         """Since when the Hub does not have a member, by the event loop's clock."""
+        self._due: frozenset[str] = frozenset()
+        """The leases of runs that end soon for a reason that their programs do not know."""
+        self._warned: set[str] = set()
+        """Those of them whose programs got the warning signal from this process."""
 
     async def end_gone(self) -> None:
         """Stop the runs of members who were removed at the Hub. Raises Unavailable."""
@@ -303,6 +309,13 @@ class RunDuty(TickDuty):
         leases = [lease for lease in opened if lease.server.kind is LeaseKind.RUN]
         strays = await self.services.run(self.services.runs.strays, leases)
         ended = {lease.id for lease in strays}
+        now = self.services.clock()
+        for lease in leases:
+            if lease.yields_at and now >= lease.yields_at and not lease.outcome:
+                await self.services.run(self.services.runs.preempt, lease.id)
+        ends = await self.services.run(session_ends, self.services, leases, now)
+        self._due = frozenset(x.id for x in leases if _ends_soon(x, ends.get(x.id), now))
+        self._warned &= self._due
         for name in sorted({lease.engine for lease in leases}):
             with self.tick.going_on(f"Runs on {name}"):
                 here = [lease for lease in leases if lease.engine == name]
@@ -326,6 +339,8 @@ class RunDuty(TickDuty):
     ) -> None:
         end = partial(self.tick.engines[engine].end, sighting)
         with self.tick.going_on(f"Run {lease.server}"):
+            if sighting.alive and lease.id in self._due - self._warned:
+                await self._warn(engine, lease, sighting)
             if sighting.alive and (lease.outcome or lease.id in ended):
                 self.log.warning("Stopping %s: %s", lease.server, lease.end_reason)
                 await asyncio.to_thread(end)
@@ -340,6 +355,14 @@ class RunDuty(TickDuty):
                 await self._release(lease, sighting)
                 await asyncio.to_thread(end)
 
+    async def _warn(self, engine: str, lease: Lease, sighting: Sighting) -> None:
+        """Send the signal before the end; after a restart of this service possibly again."""
+        runs_on = self.tick.engines[engine]
+        if isinstance(runs_on, EngineWithSignals):
+            await asyncio.to_thread(runs_on.signal, sighting.ref, "SIGUSR1")
+            self.log.info("%s was told by SIGUSR1 that it ends soon", lease.server)
+        self._warned.add(lease.id)
+
     async def _release(self, lease: Lease, sighting: Sighting) -> None:
         """Settle the lease of a run whose container is proven to have ended."""
         await self.services.run(
@@ -349,6 +372,20 @@ class RunDuty(TickDuty):
             stopped_at=self.services.clock(),
             reason=sighting.detail or lease.end_reason or "the run ended",
         )
+
+
+def _ends_soon(lease: Lease, end: SessionEnd | None, now: datetime) -> bool:
+    """Return True if a run must be told that it ends within two minutes.
+
+    Of its time limit the program in its container tells it.
+    """
+    if lease.outcome:
+        return False
+    if lease.yields_at:
+        return True
+    if end is None or end.reason is EndReason.TIME:
+        return False
+    return end.at - now <= timedelta(seconds=WARNING_SECONDS)
 
 
 CLUSTER_SECONDS = 60.0

@@ -447,6 +447,7 @@ class GPUSpawnerMixin(Spawner):
             options=dict(self.user_options or {}),
             wait=choice.wait is not False,
             shown_at=datetime.fromisoformat(choice.shown_at) if choice.shown_at else None,
+            preemptible=self.run is not None and self.run.preemptible,
         )
 
     def session_hours(self, environment: Environment) -> SessionHours:
@@ -1060,7 +1061,7 @@ def run_environment(run: Run, lease: Lease | None) -> dict[str, str]:
     return {
         "GPUSPAWNER_RUN_ID": run.id,
         "GPUSPAWNER_RUN_WORK": json.dumps(asdict(run.work)),
-        "GPUSPAWNER_RESTARTS": str(run.restarts),
+        "GPUSPAWNER_RESTARTS": str(run.restarts + run.preemptions),
         "GPUSPAWNER_RUN_SECONDS": "" if seconds is None else str(seconds),
     }
 

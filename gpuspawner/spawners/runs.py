@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping, MutableMapping
+import time
+from collections import Counter
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
@@ -15,14 +17,25 @@ from jupyterhub.objects import Server
 from jupyterhub.user import User
 from jupyterhub.utils import maybe_future
 
-from ..core.errors import GPUSpawnerError, MemberGone, NoRuns, TicketEnded, Unavailable
-from ..runs.models import Run, Work
+from ..core.errors import (
+    GPUSpawnerError,
+    MemberGone,
+    NoDeviceFree,
+    NoRuns,
+    TicketEnded,
+    Unavailable,
+)
+from ..leases.models import LeaseState
+from ..runs.models import FollowedRun, Run, Work
 from ..runs.rules import slug_of
 from ..services import Services, hub_services
 from .mixin import GPUSpawnerMixin
 from .progress import FailedSpawn
 
 KEY = "gpuspawner_runs"
+
+TRY_AGAIN = 10.0
+"""Seconds between two tries to start one preemptible run."""
 
 
 class RunLauncher:
@@ -33,6 +46,8 @@ class RunLauncher:
         self.services = services
         self.log: logging.Logger = settings["log"]
         self._starting: dict[str, tuple[Run, asyncio.Task[None]]] = {}
+        self._tried: dict[str, float] = {}
+        """When preemptible runs that were tried may be tried again, by the monotonic clock."""
 
     @classmethod
     def of(cls, settings: MutableMapping[str, Any]) -> RunLauncher:
@@ -78,15 +93,44 @@ class RunLauncher:
         await self.services.run(possible, run.server, request, engine=engine, terms=terms)
         run = replace(run, options=dict(terms.options))
         run, is_new = await self.services.run(self.services.runs.submit, run)
-        if is_new:
+        if is_new and not run.preemptible:
             self._follow(run)
         return run
 
     async def start_all(self) -> None:
         """Start a task for each waiting run that has none, such as after a restart of the hub."""
-        for followed in await self.services.run(self.services.runs.open_runs):
-            if followed.is_to_be_started and followed.run.id not in self._starting:
-                self._follow(followed.run)
+        followed = await self.services.run(self.services.runs.open_runs)
+        starting = [each.run for each in followed if self._is_to_be_started(each)]
+        for run in starting:
+            if not run.preemptible:
+                self._follow(run)
+        if waiting := [run for run in starting if run.preemptible]:
+            await self._fill(waiting, followed)
+
+    def _is_to_be_started(self, followed: FollowedRun) -> bool:
+        return followed.is_to_be_started and followed.run.id not in self._starting
+
+    async def _fill(self, waiting: Sequence[Run], followed: Sequence[FollowedRun]) -> None:
+        """Try to start preemptible runs on what nobody else can use now.
+
+        First those of the members who hold the fewest devices in this way.
+        """
+        spare = sum((await self.services.run(self.services.queue.spare)).values())
+        held = Counter[str]()
+        for each in followed:
+            if each.run.preemptible and each.lease and each.lease.state is not LeaseState.ENDED:
+                held[each.run.user] += len(each.lease.devices)
+        now = time.monotonic()
+        rest = [run for run in waiting if self._tried.get(run.id, now) <= now]
+        while rest and spare > 0:
+            run = min(rest, key=lambda run: (held[run.user], run.created_at, run.id))
+            rest.remove(run)
+            self._tried[run.id] = now + TRY_AGAIN
+            asked = int(run.options.get("gpus") or 1)
+            held[run.user] += asked
+            spare -= asked
+            self._follow(run)
+        self._tried = {key: at for key, at in self._tried.items() if at > now}
 
     def _follow(self, run: Run) -> None:
         task = asyncio.ensure_future(self._start(run))
@@ -121,6 +165,8 @@ class RunLauncher:
             await self._refuse(run, GPUSpawnerError(f"The run did not start: {cause}."))
 
     async def _refuse(self, run: Run, error: GPUSpawnerError) -> None:
+        if isinstance(error, NoDeviceFree) and run.preemptible:
+            return  # somebody else was faster, or what is free does not fit
         if isinstance(error, (Unavailable, TicketEnded)):
             # The next round tries again, or settles what the end of its ticket means.
             self.log.warning("Run %s of %s waits: %s", run.id, run.user, error.message)

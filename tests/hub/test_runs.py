@@ -187,6 +187,40 @@ def test_interrupted_run_begins_again_if_it_may(hub: GPUHub, member: str) -> Non
     assert_all_given_back(hub)
 
 
+def test_preemptible_run_yields_to_a_session_and_goes_on(
+    hub: GPUHub, member: str, folder: Path
+) -> None:
+    program = (
+        "import os, signal, sys, time\n"
+        "if os.environ['GPUSPAWNER_RESTARTS'] == '1': print(open('saved').read()); sys.exit(0)\n"
+        "def save(*_): open('saved', 'w').write('epoch 3'); sys.exit(75)\n"
+        "signal.signal(signal.SIGUSR1, save)\n"
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    command = ["python3", "-c", program]
+    holders = [submit(hub, member, command=SLEEP)["id"] for _ in hub.devices[1:]]
+    for run_id in holders:
+        in_state(hub, member, run_id, "running")
+    run = submit(hub, member, command=command, preemptible=True)
+    in_state(hub, member, run["id"], "running")
+    log = workspace(folder, member) / run["folder"] / "run.log"
+    wait_for(lambda: log.exists() and "ready" in log.read_text(), "the program")
+
+    hub.spawn_and_wait("member7", {"environment": "base", "gpus": 1})
+    waiting = run_of(hub, member, run["id"])
+    assert (waiting["state"], waiting["preemptions"]) == ("waiting", 1)
+    hub.stop_server("member7")
+    run = ended(hub, member, run["id"])
+    assert (run["state"], run["restarts"], run["exit_status"]) == ("done", 0, 0)
+    assert log.read_text() == "ready\nepoch 3\n"
+    leases = [lease for lease in hub.leases(member) if lease.server.run_id == run["id"]]
+    assert [(lease.preemptible, lease.rate) for lease in leases] == [(True, 30 * 10**6)] * 2
+    for run_id in holders:
+        hub.call(member, "DELETE", f"runs/{run_id}").raise_for_status()
+        ended(hub, member, run_id)
+    assert_all_given_back(hub)
+
+
 def test_run_whose_engine_died_begins_again(hub: GPUHub, member: str) -> None:
     program = "import os, time; os.environ['GPUSPAWNER_RESTARTS'] == '0' and time.sleep(600)"
     run = submit(hub, member, command=["python3", "-c", program], requeue=True)

@@ -64,6 +64,11 @@ def submit(words):
         "--requeue", action="store_true", help="begin again, at most three times, if interrupted"
     )
     parser.add_argument(
+        "--preemptible",
+        action="store_true",
+        help="for less: only on GPUs that nobody else can use, which it yields when asked",
+    )
+    parser.add_argument(
         "--key", default="", help="idempotency key: submitting again with it returns the first run"
     )
     parser.add_argument(
@@ -81,6 +86,7 @@ def submit(words):
         "title": asked.title or Path(asked.program).stem,
         "options": options,
         "requeue": asked.requeue,
+        "preemptible": asked.preemptible,
         "key": asked.key or uuid.uuid4().hex,
         "directory": in_workspace(Path.cwd(), "the current folder"),
     }

@@ -1,0 +1,26 @@
+"""Preemptible runs: they yield their devices to others, and begin again.
+
+Revision ID: 0022
+Revises: 0021
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+from gpuspawner.db.schema import UTCDateTime
+
+revision = "0022"
+down_revision = "0021"
+
+
+def upgrade() -> None:
+    preemptible = sa.Column("preemptible", sa.Boolean(), nullable=False, server_default=sa.false())
+    preemptions = sa.Column(
+        "preemptions", sa.Integer(), nullable=False, server_default=sa.text("0")
+    )
+    op.add_column("leases", preemptible)
+    op.add_column("leases", sa.Column("yields_at", UTCDateTime(), nullable=True))
+    op.add_column("runs", preemptible.copy())
+    op.add_column("runs", preemptions)
