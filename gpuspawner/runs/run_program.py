@@ -7,6 +7,7 @@ writes a notebook's output as it comes.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -26,6 +27,28 @@ CELL = re.compile(r'Exception encountered at "In \[(\d+)\]"')
 """How papermill says which cell failed."""
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+PAPERMILL = """
+import os, sys
+from papermill.cli import papermill
+from papermill.iorw import LocalHandler, papermill_io
+
+class WholeFiles(LocalHandler):
+    def write(self, text, path):
+        part = path + ".part"
+        try:
+            super().write(text, part)
+            os.replace(part, path)
+        except OSError:
+            if os.path.exists(part):
+                os.remove(part)
+            raise
+
+papermill_io.register(os.path.dirname(sys.argv[2]), WholeFiles())
+papermill(prog_name="papermill")
+"""
+"""Papermill, with an output that is replaced only by a whole one: whoever kills it in the middle of
+a write, or fills the disk, leaves every cell that was saved before."""
 
 INTERRUPTED = 143
 """Exit status after the engine stopped the container."""
@@ -54,7 +77,10 @@ def main() -> int:
         "ended_at": _text(datetime.now(timezone.utc)),
         **work,
     }
-    (folder / "run.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    try:
+        (folder / "run.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:  # a full workspace: how the program ended is still told
+        print(f"run.json cannot be written: {error.strerror}", flush=True)
     return status
 
 
@@ -115,7 +141,8 @@ def _carry_out(
         _write(log, _failure(tail.decode(errors="replace")).encode())
     status = 128 - status if status < 0 else status
     if status in RESERVED:
-        log.write(f"The program's own exit status was {status}; it is reported as 1.\n".encode())
+        with contextlib.suppress(OSError):
+            log.write(f"Its own exit status was {status}; it is reported as 1.\n".encode())
         return 1
     return status
 
@@ -128,7 +155,7 @@ def _failure(said: str) -> str:
 
 
 def _notebook_command(work: dict[str, Any], home: Path, folder: Path) -> list[str]:
-    words = [sys.executable, "-m", "papermill", str(home / work["notebook"])]
+    words = [sys.executable, "-c", PAPERMILL, str(home / work["notebook"])]
     words += [str(folder / "output.ipynb"), "--log-output", "--no-progress-bar"]
     words += ["--autosave-cell-every", "30", "--cwd", str(home / work["directory"])]
     for name, value in work["parameters"].items():
@@ -137,7 +164,8 @@ def _notebook_command(work: dict[str, Any], home: Path, folder: Path) -> list[st
 
 
 def _write(log: BinaryIO, part: bytes) -> None:
-    log.write(part)
+    with contextlib.suppress(OSError):  # the workspace is full; the container's log has it, too
+        log.write(part)
     sys.stdout.buffer.write(part)
     sys.stdout.buffer.flush()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -130,11 +131,23 @@ def test_killed_notebook_has_every_finished_cell(tmp_path: Path) -> None:
     assert "first\n" in outputs(output)
 
 
+def test_full_workspace_keeps_every_finished_cell(tmp_path: Path) -> None:
+    """A limit on the size of its files stands for a quota: a write ends in the middle."""
+    notebook(tmp_path / "a.ipynb", "", "print('first')", "print(200_000 * 'x')", "print('last')")
+    process = start(tmp_path, notebook="a.ipynb")
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (50_000, 50_000))
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1 and said.endswith("OSError: [Errno 27] File too large\n")
+    output = tmp_path / "runs/one/output.ipynb"
+    assert "first\n" in outputs(output)
+    assert not output.with_name("output.ipynb.part").exists()
+
+
 @pytest.mark.parametrize("own", [143, 255])
 def test_program_cannot_look_interrupted(tmp_path: Path, own: int) -> None:
     status, said = carried_out(tmp_path, command=python(f"print('end'); exit({own})"))
     assert (status, said) == (1, "end\n")
-    assert f"exit status was {own}" in (tmp_path / "runs/one/run.log").read_text()
+    assert f"Its own exit status was {own}" in (tmp_path / "runs/one/run.log").read_text()
 
 
 def test_missing_folder_is_told(tmp_path: Path) -> None:

@@ -16,11 +16,13 @@ down_revision = "0021"
 
 
 def upgrade() -> None:
-    preemptible = sa.Column("preemptible", sa.Boolean(), nullable=False, server_default=sa.false())
-    preemptions = sa.Column(
-        "preemptions", sa.Integer(), nullable=False, server_default=sa.text("0")
-    )
-    op.add_column("leases", preemptible)
+    for table in ("leases", "runs"):
+        op.add_column(
+            table,
+            sa.Column("preemptible", sa.Boolean(), nullable=False, server_default=sa.false()),
+        )
     op.add_column("leases", sa.Column("yields_at", UTCDateTime(), nullable=True))
-    op.add_column("runs", preemptible.copy())
-    op.add_column("runs", preemptions)
+    op.add_column(
+        "runs",
+        sa.Column("preemptions", sa.Integer(), nullable=False, server_default=sa.text("0")),
+    )
