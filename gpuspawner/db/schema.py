@@ -238,6 +238,7 @@ tickets = Table(
     Column("version", Integer, nullable=False, default=1),
     Column("state", Text, nullable=False),
     Column("created_at", UTCDateTime, nullable=False),
+    Column("since", UTCDateTime),
     Column("ended_at", UTCDateTime),
     Column("outcome", Text, nullable=False, default=""),
     Column("end_reason", Text, nullable=False, default=""),

@@ -298,5 +298,7 @@ class Terms:
     """The account that pays; empty for the member's usual one."""
     shown_at: datetime | None = None
     """When a form showed the price; an immediate start costs no more than that price."""
+    since: datetime | None = None
+    """The wait counts from here; None: from now."""
     preemptible: bool = False
     """True to get only what nobody else can use now, for less, and to yield it to others."""

@@ -266,6 +266,8 @@ class Ticket:
     version: int = 1
     """Increases with every change, so that a process sees what another one changed."""
     created_at: datetime
+    since: datetime | None = None
+    """The wait counts from here, for a run that begins again; None: from ``created_at``."""
     ended_at: datetime | None = None
     outcome: str = ""
     """Empty while it waits; later the outcome.

@@ -590,6 +590,7 @@ class QueueService:
             account=account,
             seconds=terms.seconds,
             created_at=self.clock().astimezone(timezone.utc),
+            since=terms.since,
             **self._terms_of(account, terms.groups),
         )
 

@@ -277,7 +277,8 @@ class QueueState:
     def _submit(self, ticket: Ticket) -> None:
         waiting = self.waiting(ticket)
         self.scheduler.submit(waiting)
-        self.estimator.asked(waiting)
+        # How long it has waited now is no example for others if the wait counts from earlier.
+        self.estimator.asked(replace(waiting, asked_at=ticket.created_at.timestamp()))
 
     def waiting(self, ticket: Ticket) -> WaitingTicket:
         """Return a ticket as the scheduler sees it."""
@@ -287,7 +288,7 @@ class QueueState:
             group=ticket.group,
             devices=ticket.request.devices,
             kinds=self.kinds(ticket.request) or frozenset({""}),
-            asked_at=ticket.created_at.timestamp(),
+            asked_at=(ticket.since or ticket.created_at).timestamp(),
             seconds=float(ticket.seconds) if ticket.seconds is not None else None,
             priority=Priority(ticket.priority),
             boost=ticket.boost,

@@ -447,6 +447,7 @@ class GPUSpawnerMixin(Spawner):
             options=dict(self.user_options or {}),
             wait=choice.wait is not False,
             shown_at=datetime.fromisoformat(choice.shown_at) if choice.shown_at else None,
+            since=self.run.created_at if self.run and self.run.restarts else None,
             preemptible=self.run is not None and self.run.preemptible,
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.leases.models import Lease, Request, Terms
+from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
 from gpuspawner.queue.models import Ticket
 from gpuspawner.runs.models import Run, RunState, Work
 from gpuspawner.runs.rules import MOST_RESTARTS
@@ -97,6 +97,32 @@ def test_interrupted_run_begins_again_if_it_may(make: Make, requeue: bool) -> No
     assert ended.outcome == "failed"
     assert ended.reason == "It was interrupted: the machine went down."
     assert ended.restarts == (MOST_RESTARTS if requeue else 0)
+
+
+def test_interrupted_run_has_its_old_place(make: Make) -> None:
+    services = make()
+    clock = Clock.of(services)
+    run, _ = services.runs.submit(run_of(requeue=True))
+    lease = start(services, run)
+    acquire(services, "owner", 3)
+    clock.forward(hours=20)
+    later = services.queue.ask(
+        ServerRef("bob"), Request(devices=4), engine="docker", terms=Terms(wait=True, seconds=3600)
+    )
+    assert isinstance(later, Ticket)
+    clock.forward(hours=20)
+    services.leases.release(lease.id, reason="the machine went down")
+    services.runs.settle()
+    again = services.queue.ask(
+        run.server,
+        Request(devices=4),
+        engine="docker",
+        terms=Terms(wait=True, seconds=3600, since=run.created_at),
+    )
+    assert isinstance(again, Ticket)
+    assert services.queue.turns(frozenset({later.id, again.id})) == []
+    line = services.queue.line.scheduler.in_line(clock().timestamp())
+    assert line == [again.id, later.id]
 
 
 def test_start_that_came_to_nothing_is_made_again(make: Make) -> None:

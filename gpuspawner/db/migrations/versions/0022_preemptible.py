@@ -1,4 +1,4 @@
-"""Preemptible runs: they yield their devices to others, and begin again.
+"""Preemptible runs yield their devices to others; a run that begins again has its old place.
 
 Revision ID: 0022
 Revises: 0021
@@ -21,6 +21,7 @@ def upgrade() -> None:
             table,
             sa.Column("preemptible", sa.Boolean(), nullable=False, server_default=sa.false()),
         )
+    op.add_column("tickets", sa.Column("since", UTCDateTime(), nullable=True))
     op.add_column("leases", sa.Column("yields_at", UTCDateTime(), nullable=True))
     op.add_column(
         "runs",
