@@ -23,12 +23,14 @@ from ..core.clock import ClockVerdict, Offset, Reading, to_datetime
 from ..core.errors import ClockWasSet, GPUSpawnerError
 from .schema import (
     OPEN_LEASE,
+    OPEN_RUN,
     OPEN_TICKET,
     UNSETTLED,
     clock_offsets,
     closures,
     idle,
     leases,
+    runs,
     sick_leases,
     tickets,
 )
@@ -43,12 +45,17 @@ _STEADY = 2_000_000
 """Readings within this many nanoseconds count as the same moment."""
 
 _SHIFTED = (
-    (leases, OPEN_LEASE, "granted_at started_at answered_at seen_at warned_at claimed_at"),
+    (
+        leases,
+        OPEN_LEASE,
+        "granted_at started_at answered_at seen_at warned_at claimed_at yields_at",
+    ),
     (
         tickets,
         OPEN_TICKET,
-        "created_at estimated_at estimate_low estimate_likely estimate_high",
+        "created_at since estimated_at estimate_low estimate_likely estimate_high",
     ),
+    (runs, OPEN_RUN, "created_at"),
     (sick_leases, UNSETTLED, "fault_at told_at"),
     (idle, sa.true(), "judged_until warned_at stops_at"),
     (closures, sa.true(), "at"),
