@@ -12,7 +12,12 @@ author = "the gpuspawner contributors"
 project_copyright = "2026, the gpuspawner contributors"
 version = release = gpuspawner.__version__
 
-extensions = ["myst_parser", "sphinx_copybutton", "sphinxext.rediraffe", "gpuspawner_docs"]
+extensions = [
+    *("sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"),
+    *("sphinx_copybutton", "sphinxext.rediraffe", "gpuspawner_docs"),
+]
+# The names of Python's own types lead to no page: pages refer to nothing on other hosts.
+nitpick_ignore_regex = [("py:.*", ".*")]
 rediraffe_redirects = "redirects.txt"
 exclude_patterns = ["_build", "_ext", "_static"]
 source_suffix = {".md": "markdown"}

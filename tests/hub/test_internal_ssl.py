@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from gpuspawner.client import Client
 from gpuspawner.leases.models import LeaseState
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
@@ -45,7 +48,11 @@ print(json.dumps([url, json.load(answer)]))
 
 
 def test_all_components_work_with_internal_ssl(
-    hubs: None, clean_engine: PrivateEngine, images: Any, tmp_path: Path
+    hubs: None,
+    clean_engine: PrivateEngine,
+    images: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = CONFIG.format(gateway=clean_engine.gateway, helper=images.EXITS, port=free_port())
     catalog = CATALOG.format(image=images.BASE)
@@ -61,6 +68,18 @@ def test_all_components_work_with_internal_ssl(
         url, now = json.loads(hub.kernel_run("ada", ASK_HUB))
         assert url.startswith(f"https://{hub.hub_ip}:")
         assert lease.id in json.dumps(now)
+
+        # And so does the client, with the session's own environment and certificates.
+        names = ("API_URL", "API_TOKEN", "SSL_CERTFILE", "SSL_KEYFILE", "SSL_CLIENT_CA")
+        for name in (f"JUPYTERHUB_{each}" for each in names):
+            code, value = clean_engine.execute(container["Id"], ("printenv", name))
+            assert code == 0
+            if "_SSL_" in name:
+                _, text = clean_engine.execute(container["Id"], ("cat", value))
+                value = str(tmp_path / name)
+                Path(value).write_text(text)
+            monkeypatch.setenv(name, value)
+        assert list(Client().runs.list()) == []
 
         # From a browser by the proxy to the service, which asks the Hub who that is.
         page = hub.login("ada").get(f"{hub.url}/services/gpu/", headers=NAVIGATION, timeout=60)

@@ -18,6 +18,7 @@ TLS = DOCS / "how-to/production/put-it-behind-tls.md"
 COMPOSE = DOCS / "how-to/production/run-it-in-compose.md"
 TRY_IT = DOCS / "tutorials/try-it.md"
 SCRIPT = DOCS / "how-to/members/use-it-from-a-script.md"
+PYTHON = DOCS / "how-to/members/use-it-from-python.md"
 REQUEST = DOCS / "reference/requests.md"
 
 FOLLOWED = {
@@ -26,6 +27,7 @@ FOLLOWED = {
     COMPOSE: "tests/attacks/test_compose.py",
     TRY_IT: "tests/hub/test_demo.py",
     SCRIPT: "tests/hub/test_scripts.py",
+    PYTHON: "tests/hub/test_client.py",
     REQUEST: "tests/hub/test_scripts.py",
 }
 """Pages with a test of their own, which runs each block that has no reason not to be run. Those of

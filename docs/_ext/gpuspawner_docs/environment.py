@@ -89,8 +89,11 @@ RUNS = {
 }
 """What a run finds besides."""
 
-ELSEWHERE = frozenset(("PATH", "SUDO_USER", "URL"))
-"""Read, but not meant for gpuspawner: the shell's own, and one that a check sets itself."""
+ELSEWHERE = frozenset(("PATH", "SUDO_USER", "URL")) | {
+    f"JUPYTERHUB_SSL_{name}" for name in ("CERTFILE", "CLIENT_CA", "KEYFILE")
+}
+"""Read, but not meant for gpuspawner: the shell's own, one that a check sets itself, and those that
+JupyterHub gives a server whose traffic it encrypts."""
 
 
 def read_by_programs() -> dict[str, set[str]]:

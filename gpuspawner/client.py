@@ -1,0 +1,489 @@
+"""A client of the REST API: runs, sessions and accounts, in Python.
+
+In a session, the address and the token are the session's own, which reach its member's runs and the
+session itself::
+
+    from gpuspawner.client import Client
+
+    client = Client()
+    run = client.runs.submit(["python3", "train.py"], options={"gpus": 1, "hours": 8})
+    print(client.runs.wait(run.id).state)
+
+Anywhere else, name them: ``Client("https://hub.example/services/gpu/api", token)``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
+from functools import cached_property
+from typing import Any, Generic, Protocol, TypeVar
+from urllib.parse import quote
+
+import requests
+from pydantic import TypeAdapter, ValidationError
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
+
+__all__ = [
+    *("Client", "RunCalls", "SessionCalls", "AccountCalls", "RequestRefused", "MemberDetails"),
+    *("RunDetails", "Session", "SessionDevice", "SessionEnd", "Balance", "StatementLine"),
+]
+
+T = TypeVar("T")
+ENDED = frozenset({"done", "failed", "stopped"})
+"""States of a run that has ended."""
+
+_READING = frozenset({"GET", "DELETE"})
+"""Methods that change nothing, or nothing twice."""
+
+
+class RequestRefused(Exception):
+    """The hub did not do what was asked, or did not respond.
+
+    Attributes:
+        message: The hub's sentence: what is wrong, and what to do.
+        reason: A short, stable word, such as ``no_credits``; ``no_answer`` without an answer.
+        status: The HTTP status; 0 without an answer.
+    """
+
+    def __init__(self, message: str, reason: str, status: int) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+        self.status = status
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDetails:
+    """A run. Its ``state`` is waiting, starting, running, done, failed or stopped."""
+
+    id: str
+    user: str
+    title: str
+    state: str
+    command: tuple[str, ...]
+    notebook: str
+    parameters: dict[str, Any]
+    directory: str
+    folder: str
+    requeue: bool
+    restarts: int
+    created_at: datetime
+    started_at: datetime | None
+    ended_at: datetime | None
+    reason: str
+    exit_status: int | None
+    lease: str | None
+    charged: Decimal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionDevice:
+    """A GPU of a session."""
+
+    uuid: str
+    index: int
+    model: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionEnd:
+    """When and why a running session ends by itself."""
+
+    at: datetime
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A session, or the lease of a run, and what it cost so far."""
+
+    id: str
+    user: str
+    server: str
+    account: str
+    environment: str
+    state: str
+    devices: tuple[SessionDevice, ...]
+    rate_per_hour: Decimal
+    cost: Decimal
+    granted_at: datetime
+    started_at: datetime | None
+    ended_at: datetime | None
+    end_reason: str
+    warned_at: datetime | None
+    stops_at: datetime | None
+    ends_at: datetime | None
+    end: SessionEnd | None
+    claim_by: datetime | None
+    group: str
+    outcome: str
+    charged: Decimal
+    refunded: Decimal
+    waived: Decimal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """The credits of an account, and how long they last at its present rate."""
+
+    account: str
+    balance: Decimal
+    held: Decimal
+    available: Decimal
+    rate_per_hour: Decimal
+    lasts_seconds: int | None
+    runs_dry_at: datetime | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatementLine:
+    """A line of a statement."""
+
+    id: int
+    transfer: str
+    at: datetime
+    kind: str
+    actor: str
+    reason: str
+    amount: Decimal
+    balance: Decimal
+    lease: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberDetails:
+    """Whose token it is, with their account, servers and newest statement lines."""
+
+    name: str
+    admin: bool
+    as_of: datetime
+    account: Balance
+    running: tuple[Session, ...]
+    statement: tuple[StatementLine, ...]
+
+
+class _Page(Protocol):
+    @property
+    def next(self) -> str | int | None:
+        """What the next page is asked for by; None for the last one."""
+
+
+P = TypeVar("P", bound=_Page)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunPage:
+    runs: tuple[RunDetails, ...]
+    next: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SessionPage:
+    leases: tuple[Session, ...]
+    next: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AccountPage:
+    accounts: tuple[Balance, ...]
+    next: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StatementPage:
+    entries: tuple[StatementLine, ...]
+    next: int | None
+
+
+@dataclass(frozen=True)
+class Call(Generic[T]):
+    """An operation of the REST API, named as in its OpenAPI document."""
+
+    name: str
+    method: str
+    path: str
+    answer: type[T]
+    query: tuple[str, ...] = ()
+
+    @cached_property
+    def adapter(self) -> TypeAdapter[T]:
+        """What reads the answer; fields of a newer hub are left out."""
+        return TypeAdapter(self.answer)
+
+
+ME = Call("me", "GET", "me", MemberDetails)
+RUNS = Call("runs", "GET", "runs", _RunPage, ("all", "before", "limit"))
+SUBMIT_RUN = Call("submitRun", "POST", "runs", RunDetails)
+RUN = Call("run", "GET", "runs/{run}", RunDetails)
+STOP_RUN = Call("stopRun", "DELETE", "runs/{run}", RunDetails)
+SESSIONS = Call("leases", "GET", "leases", _SessionPage, ("all", "before", "limit"))
+EXTEND = Call("extend", "POST", "leases/{lease}/extend", Session)
+END = Call("end", "POST", "leases/{lease}/end", Session)
+ACCOUNTS = Call("accounts", "GET", "accounts", _AccountPage, ("search", "after", "limit"))
+ACCOUNT = Call("account", "GET", "accounts/{account}", Balance)
+STATEMENT = Call(
+    "statement", "GET", "accounts/{account}/statement", _StatementPage, ("before", "limit")
+)
+CALLS: tuple[Call[Any], ...] = (
+    *(ME, RUNS, SUBMIT_RUN, RUN, STOP_RUN, SESSIONS, EXTEND, END),
+    *(ACCOUNTS, ACCOUNT, STATEMENT),
+)
+"""Every operation that the client knows."""
+
+
+class Client:
+    """A hub, as the member whose token it is.
+
+    What changes nothing, or nothing twice, is tried again if the hub does not respond.
+
+    Args:
+        address: Of the REST API: ``https://hub.example/services/gpu/api``. If empty, that of the
+            hub whose session this is (``JUPYTERHUB_API_URL``).
+        token: Of the member. If empty, that of this session (``JUPYTERHUB_API_TOKEN``).
+        timeout: Seconds to wait for each answer.
+
+    Raises:
+        ValueError: No address or no token is given, and this is no session.
+    """
+
+    def __init__(self, address: str = "", token: str = "", *, timeout: float = 30.0) -> None:
+        hub = os.environ.get("JUPYTERHUB_API_URL", "").rstrip("/")
+        token = token or os.environ.get("JUPYTERHUB_API_TOKEN", "")
+        if not token or not (address or hub):
+            raise ValueError("name the hub's address and a token: this is not a session of a hub")
+        self.address = (address or f"{hub}/gpuspawner").rstrip("/")
+        self.timeout = timeout
+        self._session = requests.Session()
+        # Unlike a header, this is not replaced by what a file .netrc says of the hub.
+        self._session.auth = lambda request: _with_token(request, token)
+        again = Retry(
+            total=4,
+            read=1,
+            backoff_factor=0.5,
+            status_forcelist=(502, 503, 504),
+            allowed_methods=_READING,
+            raise_on_status=False,
+        )
+        self._session.mount(self.address, HTTPAdapter(max_retries=again))
+        with_key = again.new(allowed_methods=_READING | {"POST"})
+        self._session.mount(f"{self.address}/runs", HTTPAdapter(max_retries=with_key))
+        if key := os.environ.get("JUPYTERHUB_SSL_KEYFILE"):  # the hub uses certificates of its own
+            self._session.cert = (os.environ["JUPYTERHUB_SSL_CERTFILE"], key)
+            self._session.verify = os.environ["JUPYTERHUB_SSL_CLIENT_CA"]
+        self.runs = RunCalls(self)
+        self.sessions = SessionCalls(self)
+        self.accounts = AccountCalls(self)
+
+    def me(self) -> MemberDetails:
+        """Return whose token it is, with their account, servers and newest statement lines."""
+        return self.ask(ME)
+
+    def ask(
+        self,
+        call: Call[T],
+        *path: str,
+        query: Mapping[str, str | int] | None = None,
+        body: Mapping[str, object] | None = None,
+    ) -> T:
+        """Ask for an operation, with the parameters of its path. Raises RequestRefused."""
+        names = [part for part in call.path.split("/") if part.startswith("{")]
+        address = call.path
+        for name, value in zip(names, path, strict=True):
+            address = address.replace(name, quote(value, safe=""))
+        try:
+            answer = self._session.request(
+                call.method,
+                f"{self.address}/{address}",
+                params=query,
+                json=body if body is not None or call.method != "POST" else {},
+                timeout=self.timeout,
+                allow_redirects=False,
+            )
+        except requests.RequestException as error:
+            message = f"The hub at {self.address} does not respond; try again in a moment."
+            raise RequestRefused(message, "no_answer", 0) from error
+        if answer.status_code >= 300:
+            raise _refusal(answer)
+        try:
+            return call.adapter.validate_json(answer.content)
+        except ValidationError as error:
+            message = f"{self.address} did not answer as a gpuspawner of this version does: {error}"
+            raise RequestRefused(message, "unknown_answer", answer.status_code) from error
+
+    def pages(self, call: Call[P], *path: str, **query: str | int) -> Iterator[P]:
+        """Yield each page of a list. Raises RequestRefused."""
+        (cursor,) = {"after", "before"}.intersection(call.query)
+        while True:
+            page = self.ask(call, *path, query=query)
+            yield page
+            if page.next is None:
+                return
+            query[cursor] = page.next
+
+
+class RunCalls:
+    """The member's runs: ``client.runs``."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def submit(
+        self,
+        command: Sequence[str] = (),
+        *,
+        notebook: str = "",
+        parameters: Mapping[str, object] | None = None,
+        directory: str = "",
+        title: str = "",
+        options: Mapping[str, object] | None = None,
+        requeue: bool = False,
+        key: str = "",
+    ) -> RunDetails:
+        """Submit a command or a notebook. It waits for its GPUs, and needs no session.
+
+        Args:
+            command: The program and its arguments.
+            notebook: A notebook's path in the workspace, instead of a command.
+            parameters: The notebook's parameters, by name.
+            directory: Where it runs: a path in the workspace.
+            title: What lists call it; by default, the program or the notebook.
+            options: What it needs, as for the start of a server: ``environment``, ``gpus``,
+                ``gpu_model``, ``hours``, ``account`` and so on.
+            requeue: If the hub interrupts it, begin again, at most three times.
+            key: An idempotency key. Submitting again with it returns the first run. By default, a
+                new one for each call.
+
+        Returns: The run, or the earlier one with the same key.
+
+        Raises:
+            RequestRefused: It cannot be started as asked, or the hub does not respond.
+        """
+        body = {
+            "command": list(command),
+            "notebook": notebook,
+            "parameters": dict(parameters or {}),
+            "directory": directory,
+            "title": title,
+            "options": dict(options or {}),
+            "requeue": requeue,
+            "key": key or uuid.uuid4().hex,
+        }
+        return self._client.ask(SUBMIT_RUN, body=body)
+
+    def get(self, run: str) -> RunDetails:
+        """Return the run with this id. Raises RequestRefused."""
+        return self._client.ask(RUN, run)
+
+    def list(self, *, everybody: bool = False, page: int = 50) -> Iterator[RunDetails]:
+        """Yield runs, newest first. Raises RequestRefused.
+
+        Args:
+            everybody: Those of all members, for admins.
+            page: How many are asked for at once.
+        """
+        for found in self._client.pages(RUNS, all=int(everybody), limit=page):
+            yield from found.runs
+
+    def stop(self, run: str) -> RunDetails:
+        """Stop a run, waiting or running; what it has written stays. Raises RequestRefused."""
+        return self._client.ask(STOP_RUN, run)
+
+    def wait(self, run: str, *, timeout: float | None = None, every: float = 2.0) -> RunDetails:
+        """Wait until a run has ended, also while the hub is away for a moment.
+
+        Args:
+            run: Its id.
+            timeout: Seconds until TimeoutError is raised; None waits for as long as it takes.
+            every: Seconds between two looks.
+
+        Raises:
+            RequestRefused: The hub does not know the run, or refuses the token.
+            TimeoutError: It has not ended in time.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                found = self.get(run)
+            except RequestRefused as error:
+                if error.status and error.status < 500:
+                    raise
+            else:
+                if found.state in ENDED:
+                    return found
+            if deadline is not None and time.monotonic() + every > deadline:
+                raise TimeoutError(f"The run {run} has not ended in {timeout:g} s.")
+            time.sleep(every)
+
+
+class SessionCalls:
+    """The member's sessions: ``client.sessions``. JupyterHub's own REST API starts servers."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def list(self, *, everybody: bool = False, page: int = 50) -> Iterator[Session]:
+        """Yield sessions and the leases of runs, newest first. Raises RequestRefused.
+
+        Args:
+            everybody: Those of all members, for admins.
+            page: How many are asked for at once.
+        """
+        for found in self._client.pages(SESSIONS, all=int(everybody), limit=page):
+            yield from found.leases
+
+    def extend(self, session: str) -> Session:
+        """Extend a session that has a time limit. Raises RequestRefused if somebody waits."""
+        return self._client.ask(EXTEND, session)
+
+    def end(self, session: str) -> Session:
+        """Stop a session's server. Raises RequestRefused."""
+        return self._client.ask(END, session)
+
+
+class AccountCalls:
+    """Accounts, ``member:NAME`` or ``group:NAME``: ``client.accounts``."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def get(self, account: str) -> Balance:
+        """Return an account's credits. Raises RequestRefused."""
+        return self._client.ask(ACCOUNT, account)
+
+    def list(self, *, search: str = "", page: int = 50) -> Iterator[Balance]:
+        """Yield the accounts that the token may read, by name. Raises RequestRefused.
+
+        Args:
+            search: Text in their names.
+            page: How many are asked for at once.
+        """
+        for found in self._client.pages(ACCOUNTS, search=search, limit=page):
+            yield from found.accounts
+
+    def statement(self, account: str, *, page: int = 50) -> Iterator[StatementLine]:
+        """Yield the lines of an account's statement, newest first. Raises RequestRefused."""
+        for found in self._client.pages(STATEMENT, account, limit=page):
+            yield from found.entries
+
+
+def _with_token(request: requests.PreparedRequest, token: str) -> requests.PreparedRequest:
+    request.headers["Authorization"] = f"token {token}"
+    return request
+
+
+def _refusal(answer: requests.Response) -> RequestRefused:
+    """Return the hub's refusal; that of a proxy or of JupyterHub itself may lack a sentence."""
+    try:
+        told = answer.json()
+        message, reason = str(told["message"]), str(told.get("error", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, reason = f"The hub answered with status {answer.status_code}.", ""
+    return RequestRefused(message, reason or f"http_{answer.status_code}", answer.status_code)

@@ -1,0 +1,104 @@
+"""The Python client, in a program of its own and in a session, and the page that shows it. Real:
+hub, proxy, accounting service, a Docker Engine, containers of our base image."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuspawner.client import Client, RequestRefused
+from tests.support import doc_blocks, steps
+from tests.support.engine import PrivateEngine
+from tests.support.gpu_hub import GPUHub
+from tests.support.images import BASE
+from tests.support.processes import free_port
+
+CATALOG = f"""
+environments:
+  - {{slug: base, image: {BASE}, default: true, devices: {{default: 1, max: 2}}, hours: {{max: 8}}}}
+"""
+
+CONFIG = """
+c.GPUDockerSpawner.workspace = "{folder}/work-{{raw_username}}"
+c.GPURates.by_model = {{"*": 60}}
+import gpuspawner
+gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[GPUHub]:
+    config = CONFIG.format(port=free_port(), folder=folder)
+    with GPUHub(folder / "hub", engine, config, catalog=CATALOG) as hub:
+        yield hub
+    engine.clean()
+
+
+def test_blocks_of_the_page_work(
+    hub: GPUHub, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.browser_of("ada")
+    files = folder / "work-ada"
+    files.mkdir(exist_ok=True)
+    notebook = {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 4}
+    (files / "analysis.ipynb").write_text(json.dumps(notebook))
+    words = {
+        "https://hub.example/services/gpu/api": f"{hub.url}/services/gpu/api",
+        "your-token": hub.user_token("ada"),
+    }
+    blocks = [x.text for x in doc_blocks.blocks_in(steps.PYTHON) if x.language == "python"]
+    text = "\n".join(blocks)
+    for word, typed in words.items():
+        assert word in text
+        text = text.replace(word, typed)
+    names: dict[str, Any] = {}
+    exec(compile(text, str(steps.PYTHON), "exec"), names)
+    printed = capfd.readouterr().out
+    assert "done 0 " in printed and names["run"].id in printed
+    assert names["refused"] is not None
+    assert names["ended"].lease in {session.id for session in names["client"].sessions.list()}
+
+
+def test_program_submits_once_stops_and_lists(hub: GPUHub, member: str) -> None:
+    hub.browser_of(member)
+    client = Client(f"{hub.url}/services/gpu/api", hub.user_token(member))
+    command = ["python3", "-c", "import time; time.sleep(600)"]
+    run = client.runs.submit(command, title="Long", options={"gpus": 1, "hours": 2}, key="k")
+    assert (run.title, run.command, run.exit_status) == ("Long", tuple(command), None)
+    assert client.runs.submit(command, key="k").id == run.id
+    assert client.runs.submit(["true"], key="other").id != run.id
+    assert [x.id for x in client.runs.list(page=1)][1:] == [run.id]
+    with pytest.raises(TimeoutError):
+        client.runs.wait(run.id, timeout=0.1, every=0.1)
+    client.runs.stop(run.id)
+    ended = client.runs.wait(run.id)
+    assert (ended.state, ended.reason) == ("stopped", "Its member stopped it.")
+    assert client.runs.get(run.id) == ended
+    with pytest.raises(RequestRefused, match="Only a notebook") as refused:
+        client.runs.submit(["true"], parameters={"x": 1})
+    assert (refused.value.status, refused.value.reason) == (400, "invalid_request")
+
+
+def test_session_uses_its_own_token_for_runs_and_itself(
+    hub: GPUHub, member: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.browser_of(member)
+    hub.spawn_and_wait(member, {"environment": "base", "gpus": 1})
+    ref = hub.container_of(member)
+    for name in ("JUPYTERHUB_API_URL", "JUPYTERHUB_API_TOKEN"):
+        code, value = hub.engine.execute(ref, ("printenv", name))
+        assert code == 0
+        monkeypatch.setenv(name, value.strip())
+    client = Client()
+    run = client.runs.submit(["true"], options={"environment": "base"})
+    assert client.runs.wait(run.id).exit_status == 0
+    assert [x.id for x in client.runs.list()] == [run.id]
+    with pytest.raises(RequestRefused) as refused:
+        client.me()
+    assert refused.value.status == 404
+    (lease,) = [x for x in hub.leases(member) if not x.server.run_id]
+    assert client.sessions.end(lease.id).id == lease.id
