@@ -305,6 +305,8 @@ class Client:
                 params=query,
                 json=body if body is not None or call.method != "POST" else {},
                 timeout=self.timeout,
+                # Named here, it is not replaced by REQUESTS_CA_BUNDLE.
+                verify=self._session.verify,
                 allow_redirects=False,
             )
         except requests.RequestException as error:
@@ -361,7 +363,8 @@ class RunCalls:
             key: An idempotency key. Submitting again with it returns the first run. By default, a
                 new one for each call.
 
-        Returns: The run, or the earlier one with the same key.
+        Returns:
+            The run, or the earlier one with the same key.
 
         Raises:
             RequestRefused: It cannot be started as asked, or the hub does not respond.
