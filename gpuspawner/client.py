@@ -74,6 +74,8 @@ class RunDetails:
     folder: str
     requeue: bool
     restarts: int
+    preemptible: bool
+    preemptions: int
     created_at: datetime
     started_at: datetime | None
     ended_at: datetime | None
@@ -347,6 +349,7 @@ class RunCalls:
         title: str = "",
         options: Mapping[str, object] | None = None,
         requeue: bool = False,
+        preemptible: bool = False,
         key: str = "",
     ) -> RunDetails:
         """Submit a command or a notebook. It waits for its GPUs, and needs no session.
@@ -360,6 +363,7 @@ class RunCalls:
             options: What it needs, as for the start of a server: ``environment``, ``gpus``,
                 ``gpu_model``, ``hours``, ``account`` and so on.
             requeue: If the hub interrupts it, begin again, at most three times.
+            preemptible: For less: only on GPUs that nobody else can use, which it yields.
             key: An idempotency key. Submitting again with it returns the first run. By default, a
                 new one for each call.
 
@@ -377,6 +381,7 @@ class RunCalls:
             "title": title,
             "options": dict(options or {}),
             "requeue": requeue,
+            "preemptible": preemptible,
             "key": key or uuid.uuid4().hex,
         }
         return self._client.ask(SUBMIT_RUN, body=body)
