@@ -23,6 +23,9 @@ from typing import Any, BinaryIO, cast
 WARNING_SECONDS = 120
 """How long before its time limit a program gets SIGUSR1."""
 
+YIELD = signal.SIGUSR2
+"""What the hub sends when others get the run's GPUs."""
+
 CELL = re.compile(r'Exception encountered at "In \[(\d+)\]"')
 """How papermill says which cell failed."""
 
@@ -30,6 +33,8 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 PAPERMILL = """
 import os, sys
+# jsonschema's check of addresses takes half a second to import, and notebooks have none.
+sys.modules["rfc3987_syntax"] = None
 from papermill.cli import papermill
 from papermill.iorw import LocalHandler, papermill_io
 
@@ -99,6 +104,7 @@ def _carry_out(
     command = work["command"] or _notebook_command(work, home, folder)
     # By default SIGUSR1 kills a program, so a program without a handler starts out ignoring it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(YIELD, signal.SIG_IGN)
     try:
         if not work["command"] and importlib.util.find_spec("papermill") is None:
             raise OSError(0, "the image lacks papermill, which gpuspawner-lab installs")
@@ -124,6 +130,12 @@ def _carry_out(
             number = signal.SIGINT
         os.killpg(process.pid, number)
 
+    def make_room(number: int, frame: object) -> None:
+        # Who does not handle the warning gains nothing by two minutes more.
+        ready = _handles(process.pid, signal.SIGUSR1)
+        pass_on(signal.SIGUSR1 if ready else signal.SIGTERM, frame)
+
+    signal.signal(YIELD, make_room)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, pass_on)
     if seconds > WARNING_SECONDS:
@@ -145,6 +157,21 @@ def _carry_out(
             log.write(f"Its own exit status was {status}; it is reported as 1.\n".encode())
         return 1
     return status
+
+
+def _handles(group: int, number: int) -> bool:
+    """Return True if a process of a group has a handler of its own for a signal."""
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            if os.getpgid(int(status.parent.name)) != group:
+                continue
+            lines = status.read_text().splitlines()
+        except OSError:  # it has ended
+            continue
+        caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+        if caught >> (number - 1) & 1:
+            return True
+    return False
 
 
 def _failure(said: str) -> str:

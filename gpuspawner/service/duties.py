@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -21,7 +22,7 @@ from ..ledger.refills import Refill
 from ..ledger.rules import ACTOR_ACCOUNTING
 from ..notifications.models import Notice
 from ..runs.models import RunState
-from ..runs.run_program import WARNING_SECONDS
+from ..runs.run_program import WARNING_SECONDS, YIELD
 from ..slurm import accounts
 from ..web.view_models import session_ends
 from .worker import Round, Tick, TickDuty
@@ -277,10 +278,10 @@ class RunDuty(TickDuty):
         super().__init__(tick, poke)
         self._missing: dict[str, float] = {}
         """Since when the Hub does not have a member, by the event loop's clock."""
-        self._due: frozenset[str] = frozenset()
-        """The leases of runs that end soon for a reason that their programs do not know."""
-        self._warned: set[str] = set()
-        """Those of them whose programs got the warning signal from this process."""
+        self._due: set[tuple[str, str]] = set()
+        """The leases of runs that end soon, without their programs knowing it, and the signals."""
+        self._warned: set[tuple[str, str]] = set()
+        """Those of them that this process has sent."""
 
     async def end_gone(self) -> None:
         """Stop the runs of members who were removed at the Hub. Raises Unavailable."""
@@ -314,7 +315,8 @@ class RunDuty(TickDuty):
             if lease.yields_at and now >= lease.yields_at and not lease.outcome:
                 await self.services.run(self.services.runs.preempt, lease.id)
         ends = await self.services.run(session_ends, self.services, leases, now)
-        self._due = frozenset(x.id for x in leases if _ends_soon(x, ends.get(x.id), now))
+        signals = {lease.id: _signal(lease, ends.get(lease.id), now) for lease in leases}
+        self._due = {(lease_id, name) for lease_id, name in signals.items() if name}
         self._warned &= self._due
         for name in sorted({lease.engine for lease in leases}):
             with self.tick.going_on(f"Runs on {name}"):
@@ -339,8 +341,9 @@ class RunDuty(TickDuty):
     ) -> None:
         end = partial(self.tick.engines[engine].end, sighting)
         with self.tick.going_on(f"Run {lease.server}"):
-            if sighting.alive and lease.id in self._due - self._warned:
-                await self._warn(engine, lease, sighting)
+            for due in self._due - self._warned:
+                if sighting.alive and due[0] == lease.id:
+                    await self._warn(engine, lease, sighting, due[1])
             if sighting.alive and (lease.outcome or lease.id in ended):
                 self.log.warning("Stopping %s: %s", lease.server, lease.end_reason)
                 await asyncio.to_thread(end)
@@ -355,13 +358,13 @@ class RunDuty(TickDuty):
                 await self._release(lease, sighting)
                 await asyncio.to_thread(end)
 
-    async def _warn(self, engine: str, lease: Lease, sighting: Sighting) -> None:
+    async def _warn(self, engine: str, lease: Lease, sighting: Sighting, name: str) -> None:
         """Send the signal before the end; after a restart of this service possibly again."""
         runs_on = self.tick.engines[engine]
         if isinstance(runs_on, EngineWithSignals):
-            await asyncio.to_thread(runs_on.signal, sighting.ref, "SIGUSR1")
-            self.log.info("%s was told by SIGUSR1 that it ends soon", lease.server)
-        self._warned.add(lease.id)
+            await asyncio.to_thread(runs_on.signal, sighting.ref, name)
+            self.log.info("%s was told by %s that it ends soon", lease.server, name)
+        self._warned.add((lease.id, name))
 
     async def _release(self, lease: Lease, sighting: Sighting) -> None:
         """Settle the lease of a run whose container is proven to have ended."""
@@ -374,18 +377,19 @@ class RunDuty(TickDuty):
         )
 
 
-def _ends_soon(lease: Lease, end: SessionEnd | None, now: datetime) -> bool:
-    """Return True if a run must be told that it ends within two minutes.
+def _signal(lease: Lease, end: SessionEnd | None, now: datetime) -> str:
+    """Return the signal by which a run is told that it ends within two minutes; empty if not.
 
     Of its time limit the program in its container tells it.
     """
     if lease.outcome:
-        return False
+        return ""
     if lease.yields_at:
-        return True
+        return YIELD.name
     if end is None or end.reason is EndReason.TIME:
-        return False
-    return end.at - now <= timedelta(seconds=WARNING_SECONDS)
+        return ""
+    is_soon = end.at - now <= timedelta(seconds=WARNING_SECONDS)
+    return signal.SIGUSR1.name if is_soon else ""
 
 
 CLUSTER_SECONDS = 60.0

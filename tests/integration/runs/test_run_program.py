@@ -86,6 +86,21 @@ def test_stop_lets_the_program_save(tmp_path: Path) -> None:
     assert (process.returncode, said) == (run_program.INTERRUPTED, "on\nsaved\n")
 
 
+@pytest.mark.parametrize("handles", [True, False])
+def test_program_makes_room(tmp_path: Path, handles: bool) -> None:
+    """It is warned if it handles that; else it is interrupted at once, and may save."""
+    handler = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
+    program = "import time; print('on', flush=True)\ntry: time.sleep(60)\n"
+    program += "except KeyboardInterrupt: print('saved', flush=True); raise"
+    process = start(tmp_path, command=python((handler if handles else "") + program))
+    log = tmp_path / "runs/one/run.log"
+    wait_for(lambda: log.exists() and log.read_text() == "on\n", "the program")
+    process.send_signal(run_program.YIELD)
+    process.communicate(timeout=30)
+    assert process.returncode == (75 if handles else run_program.INTERRUPTED)
+    assert log.read_text().startswith("on\n" if handles else "on\nsaved\n")
+
+
 def notebook(path: Path, *cells: str) -> None:
     found = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     found.cells[0].metadata["tags"] = ["parameters"]
