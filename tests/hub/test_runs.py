@@ -28,6 +28,7 @@ environments:
 CONFIG = """
 c.GPUDockerSpawner.workspace = "{folder}/work-{{raw_username}}"
 c.GPURates.by_model = {{"*": 60}}
+c.GPUCredits.grace_seconds = 30
 def hook(spawner):
     if "failing-hook" in spawner.user.name:
         raise RuntimeError("the licence server is down")
@@ -218,6 +219,25 @@ def test_preemptible_run_yields_to_a_session_and_goes_on(
     for run_id in holders:
         hub.call(member, "DELETE", f"runs/{run_id}").raise_for_status()
         ended(hub, member, run_id)
+    assert_all_given_back(hub)
+
+
+def test_program_is_warned_before_its_credits_end(hub: GPUHub, member: str, folder: Path) -> None:
+    program = (
+        "import signal, sys, time\n"
+        "def save(*_): print('saved'); sys.exit(0)\n"
+        "signal.signal(signal.SIGUSR1, save)\n"
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    run = submit(hub, member, command=["python3", "-c", program])
+    log = workspace(folder, member) / run["folder"] / "run.log"
+    wait_for(lambda: log.exists() and "ready" in log.read_text(), "the program")
+    left = hub.balance(member) / 10**6 - 1  # a minute of credits, and the grace period
+    body = {"amount": f"-{left:.2f}", "reason": "the term is over"}
+    hub.call("admin", "POST", f"accounts/member:{member}/grants", json=body).raise_for_status()
+    run = ended(hub, member, run["id"])
+    assert (run["state"], run["exit_status"]) == ("done", 0)
+    assert log.read_text() == "ready\nsaved\n"
     assert_all_given_back(hub)
 
 
