@@ -9,8 +9,8 @@ papermill. The GPUs are a stand-in.
 * ``GPU free after the end``: from the last cell until the store has the GPU free for others.
 * ``1,000 waiting runs``: the hub's event loop beside so many, and without any.
 * ``a day``: sessions drawn by a seed on four GPUs, with the production services and a simulated
-  clock: alone, and with preemptible runs that fill what is idle. Half of their programs save and
-  end in 20 seconds, the others only when they are stopped.
+  clock: alone, and with preemptible runs that fill what is idle. Half of their programs save for 20
+  seconds when they are warned; the others do not handle that, and are killed after 10.
 """
 
 from __future__ import annotations
@@ -271,6 +271,7 @@ def live(services: Services, sessions: list[Session], *, fill: bool) -> Day:
     def later(at: float, what: str, value: Any) -> None:
         heapq.heappush(events, (at, next(numbers), what, value))
 
+    later(0.0, "begin", None)
     for number, session in enumerate(sessions):
         later(session.asks_at, "ask", number)
     began: dict[str, tuple[float, int]] = {}
@@ -306,9 +307,8 @@ def live(services: Services, sessions: list[Session], *, fill: bool) -> Day:
         for lease in services.leases.open_leases():
             if lease.yields_at and lease.id not in leaving:
                 leaving.add(lease.id)
-                fast = hash_of(lease) % 2
-                stops = (lease.yields_at - T0).total_seconds() + 10
-                later(at + 20 if fast else stops, "end", lease.id)
+                number = int(lease.server.run_id.rpartition("-")[2])
+                later(at + (20 if number % 2 else 10), "end", lease.id)
         while fill and at < 86400:
             terms = Terms(seconds=24 * 3600, preemptible=True)
             run = Run(
@@ -334,10 +334,6 @@ def live(services: Services, sessions: list[Session], *, fill: bool) -> Day:
                 since, devices = began[lease.id]
                 day.used += devices * (86400 - min(since, 86400))
     return day
-
-
-def hash_of(lease: Lease) -> int:
-    return int(lease.server.run_id.rpartition("-")[2])
 
 
 def days(report: Report, count: int) -> None:
