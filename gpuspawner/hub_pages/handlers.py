@@ -407,7 +407,7 @@ class Logo(HubPageHandler):
 
 PATHS = {
     "GET": re.compile("leases/[0-9a-f]{1,64}/now|runs(/[0-9a-z-]{1,64})?"),
-    "POST": re.compile("leases/[0-9a-f]{1,64}/(snooze|extend|end)|runs"),
+    "POST": re.compile("leases/[0-9a-f]{1,64}/(snooze|extend|end)|runs(/-/quote)?"),
     "DELETE": re.compile("runs/[0-9a-z-]{1,64}"),
 }
 """Paths of the service that the relay forwards, by method."""

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
 from jupyterhub import orm
 from jupyterhub.apihandlers.base import APIHandler
+from jupyterhub.user import User
 from tornado import web
 
 from ..core.errors import GPUSpawnerError
@@ -24,17 +30,27 @@ class _OfService(APIHandler):
         """The hub's launcher of runs."""
         return RunLauncher.of(self.settings)
 
+    def sent_for(self) -> tuple[dict[str, Any], User]:
+        """Return what the service has sent, and the member for whom. Raises HTTPError."""
+        self.require_service()
+        sent = self.get_json_body()
+        user = self.find_user(sent["user"])
+        if user is None:
+            raise web.HTTPError(404)
+        return sent, user
+
+    def refuse(self, error: GPUSpawnerError) -> None:
+        """Answer with an error that the member reads."""
+        self.set_status(error.status_code)
+        self.finish({"error": error.reason, "message": error.message})
+
 
 class LauncherAPI(_OfService):
     """Submits a run of a member's."""
 
     async def post(self) -> None:
         """Check a run like the start of a server, and save it."""
-        self.require_service()
-        sent = self.get_json_body()
-        user = self.find_user(sent["user"])
-        if user is None:
-            raise web.HTTPError(404)
+        sent, user = self.sent_for()
         work = sent["work"]
         try:
             run = await self.launcher.submit(
@@ -47,11 +63,24 @@ class LauncherAPI(_OfService):
                 preemptible=sent["preemptible"],
             )
         except GPUSpawnerError as error:
-            self.set_status(error.status_code)
-            self.finish({"error": error.reason, "message": error.message})
+            self.refuse(error)
             return
         self.set_status(201)
         self.finish({"id": run.id})
+
+
+class QuoteAPI(_OfService):
+    """What a run of a member's would cost."""
+
+    async def post(self) -> None:
+        """Check the options like those of a start, and return the price and the expected start."""
+        sent, user = self.sent_for()
+        try:
+            found = await self.launcher.quote(user, sent["options"], sent["server"])
+        except GPUSpawnerError as error:
+            self.refuse(error)
+            return
+        self.finish(json.dumps(asdict(found), default=datetime.isoformat))
 
 
 class StartRunsAPI(_OfService):

@@ -106,6 +106,8 @@ class Outlook:
     """When it will probably start, as that of a ticket; so are the next two."""
     planned: datetime | None = None
     latest: datetime | None = None
+    place: int = 0
+    """Its position in the queue; 0 if it would not wait, or if that is not known."""
 
     def start(self, now: datetime, show: Show = zoned) -> str:
         """Format the expected start, as :meth:`QueuePosition.start` does for a ticket."""
@@ -219,7 +221,7 @@ class PositionService:
             return None
         now = self.clock().timestamp()
         waiting = self.line.waiting(ticket)
-        decision, before = self._try(waiting, now)
+        decision, before, _ = self._try(waiting, now)
         latest = decision.latest.get(ticket.id)
         return StoredEstimate(now, self.line.estimator.guess(waiting, now, before, latest))
 
@@ -469,27 +471,29 @@ class PositionService:
             asked_at=now,
             seconds=seconds,
         )
-        decision, before = Decision(), ahead
+        decision, before, place = Decision(), ahead, 0
         if len(self.line.tickets) <= TRIED:
-            decision, before = self._try(waiting, now)
+            decision, before, place = self._try(waiting, now)
         latest = decision.latest.get(NEWCOMER)
         if is_yielded := self._is_yielded(NEWCOMER, decision):
             latest = now + YIELD_SECONDS
         estimate = self.line.estimator.guess(waiting, now, before, latest)
+        at_once = NEWCOMER in decision.starts and not is_yielded
         return Outlook(
             free,
             total,
-            at_once=NEWCOMER in decision.starts and not is_yielded,
+            at_once=at_once,
             ahead=ahead,
             estimate=None if NEWCOMER in decision.held_back else estimate,
             planned=_moment_or_none(decision.planned.get(NEWCOMER)),
             latest=_moment_or_none(latest),
+            place=0 if at_once else place,
         )
 
-    def _try(self, newcomer: WaitingTicket, now: float) -> tuple[Decision, int]:
-        """Return the decision as if the newcomer were in the queue, and the devices before it.
+    def _try(self, newcomer: WaitingTicket, now: float) -> tuple[Decision, int, int]:
+        """Return the decision as if the newcomer were in the queue, and its position.
 
-        Needs the lock.
+        Between both: the devices before it. Needs the lock.
         """
         scheduler = self.line.scheduler
         scheduler.submit(newcomer)
@@ -499,7 +503,7 @@ class PositionService:
             counts = {name: ahead.of(scheduler.waiting[name]) for name in scheduler.in_line(now)}
         finally:
             scheduler.withdraw(newcomer.id)
-        return decision, counts[newcomer.id]
+        return decision, counts[newcomer.id], 1 + list(counts).index(newcomer.id)
 
 
 def _is_outdated(known: StoredEstimate | None, estimate: Estimate | None, now: float) -> bool:

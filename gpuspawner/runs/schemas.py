@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from ..core.errors import InvalidRequest
+from ..queue.schemas import EstimateAnswer
 from ..web.fields import invalid
 from ..web.schemas import (
     Amount,
@@ -18,6 +19,7 @@ from ..web.schemas import (
     Flag,
     Instant,
     Key,
+    Number,
     Written,
     checked,
     told,
@@ -102,6 +104,50 @@ class RunBody(Body):
             directory=self.directory,
             folder=folder,
         )
+
+
+class QuoteBody(Body):
+    """What is asked of a run before it is submitted."""
+
+    options: JSONObject = {}
+    lease: Written = Field(
+        "",
+        examples=["0a1b2c"],
+        description="Of the session whose options count where none are sent.",
+    )
+
+
+class QuotedAccount(Answer):
+    account: str
+    available: Amount
+
+
+class QuoteAnswer(Answer):
+    """What a run would cost, when it would start, and what its member may choose."""
+
+    options: dict[str, Any] = Field(description="All of them, to submit the run with.")
+    environment: str
+    environment_name: str
+    gpus: Count
+    most_gpus: Count
+    cpu_variant: bool = Field(description="Whether it also runs without a GPU.")
+    models: tuple[str, ...]
+    hours: Number | None
+    most_hours: Number | None
+    account: str
+    accounts: tuple[QuotedAccount, ...]
+    what: str = Field(description="The GPUs in words, such as `2 x T4`; empty for none.")
+    price: str
+    total: str = Field(description="The price of all its hours; empty without a time limit.")
+    lasts: str = Field(
+        description="How long the account pays, if that ends the run before its time limit."
+    )
+    refusal: str = Field(description="Why it would be refused; empty if it would not.")
+    at_once: bool
+    place: Count | None = Field(description="Its position in the queue, if it would wait.")
+    estimate: EstimateAnswer | None
+    planned: Instant | None
+    latest: Instant | None
 
 
 class RunAnswer(Answer):

@@ -11,6 +11,7 @@ from tornado import web
 
 from ..core.errors import UnknownRun
 from ..core.scopes import SESSION
+from ..leases.views import own_lease
 from ..queue.rank import QueuePosition
 from ..services import Services
 from ..web import view_models
@@ -20,7 +21,7 @@ from ..web.fields import one_of
 from ..web.pages import FormPage
 from .models import FollowedRun, RunState
 from .rules import slug_of
-from .schemas import LONGEST_TITLE, RunAnswer, RunBody, RunsAnswer
+from .schemas import LONGEST_TITLE, QuoteAnswer, QuoteBody, RunAnswer, RunBody, RunsAnswer
 
 SHOWN = 50
 """Runs on a page."""
@@ -68,6 +69,25 @@ class RunsAPI(ChangingAPI):
         with refusals():
             run_id = await hub.submit_run(self.user, fields)
         self.answer(RunAnswer, await self.read(self.services.runs.get, run_id))
+
+
+class QuoteAPI(ChangingAPI):
+    """What a run would cost. Nothing is changed."""
+
+    for_servers = True
+
+    @operation("runs/-/quote", QuoteAnswer, name="quoteRun", body=QuoteBody, scope=SESSION)
+    @web.authenticated
+    async def post(self) -> None:
+        """Return what a run would cost and when it would start, and submit nothing."""
+        sent, hub = self.sent(QuoteBody), self.context.hub
+        lease = await own_lease(self, sent.lease) if sent.lease else None
+        if hub is None:
+            raise web.HTTPError(503)
+        fields = {"options": sent.options, "server": lease.server.name if lease else None}
+        with refusals():
+            found = await hub.quote_run(self.user, fields)
+        self.finish(QuoteAnswer.model_validate(found).as_json())
 
 
 class RunAPI(APIHandler):
@@ -182,5 +202,6 @@ HANDLERS = [
     ("runs", RunsPage),
     (r"runs/([0-9a-z-]{1,64})/stop", StopRunPage),
     ("api/runs", RunsAPI),
+    ("api/runs/-/quote", QuoteAPI),
     (r"api/runs/([0-9a-z-]{1,64})", RunAPI),
 ]

@@ -117,13 +117,20 @@ class HubClient:
 
     async def submit_run(self, user: str, fields: Mapping[str, Any]) -> str:
         """Submit a member's run, and return its id. Raises RefusedByHub or Unavailable."""
-        path = "/gpuspawner/launcher"
+        return str((await self._ask_launcher("", {"user": user, **fields}))["id"])
+
+    async def quote_run(self, user: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a member's run would cost. Raises RefusedByHub or Unavailable."""
+        return await self._ask_launcher("/quote", {"user": user, **fields})
+
+    async def _ask_launcher(self, path: str, sent: Mapping[str, Any]) -> dict[str, Any]:
+        path = f"/gpuspawner/launcher{path}"
         try:
             response = await self._fetch(
                 "POST",
                 path,
                 headers={"Content-Type": "application/json"},
-                body=json.dumps({"user": user, **fields}),
+                body=json.dumps(sent),
                 request_timeout=TIMEOUT,
                 connect_timeout=5.0,
             )
@@ -132,7 +139,7 @@ class HubClient:
         except (OSError, ValueError) as error:
             raise Unavailable(f"The Hub at {self.api_url} is not responding ({error}).") from None
         with _known_form():
-            return str(json.loads(response.body)["id"])
+            return dict(json.loads(response.body))
 
     async def image_updates(self) -> list[dict[str, Any]]:
         """Return the updates of images that run or ended lately, newest first."""

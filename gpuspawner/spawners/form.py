@@ -25,6 +25,7 @@ from ..catalog.models import Environment, SessionHours
 from ..core.errors import GPUSpawnerError, UnknownAccount
 from ..core.units import format_credits
 from ..devices.models import DeviceStatus
+from ..devices.snapshots import Overview
 from ..hub_pages.cards import PAGE, make_cards, usual_request, wait_tables
 from ..hub_pages.prices import PriceList, model_label
 from ..leases.models import LeaseState, Request
@@ -266,20 +267,13 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     payers = services.ledger.payers(user, groups)
     # As all pages show it: less what is due now.
     account = next((each for each in payers.accounts if each.name == account.name), account)
-    ending = services.ledger.ending_of([each.name for each in payers.accounts])
     overview = services.monitoring.overview()
     shown, last, chosen = limits.environments, limits.last, limits.chosen
-    now = services.clock()
+    prices = price_list(services, overview, shown, payers, groups)
+    now = prices.now
     ask = partial(services.positions.outlooks, member=user, groups=groups)
     outlooks = ask({e.slug: usual_request(e) for e in shown})
     cards = make_cards(shown, overview, outlooks, now, limits.pages_url)
-    running: Counter[str] = Counter()
-    for lease in services.leases.open_leases():
-        running[lease.account] += lease.rate if lease.state is LeaseState.RUNNING else 0
-    policy_for = services.ledger.settings.policy_for
-    policies = {each.name: policy_for(each.name, groups) for each in payers.accounts}
-    grace = services.exhaustion.grace
-    prices = PriceList(overview, shown, now, ending, running, policies, grace)
     lines = prices.lines(account)
     fields = {e.slug: environment_fields(e, prices, limits) for e in shown}
     most = max(each.gpus for each in fields.values())
@@ -322,6 +316,30 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
         hours=lengths,
         usual_hours=usual_label(hours),
         most_hours={s: length(h.max) for s, h in limits.hours.items() if h.max is not None},
+    )
+
+
+def price_list(
+    services: Services,
+    overview: Overview,
+    environments: Sequence[Environment],
+    payers: Payers,
+    groups: frozenset[str],
+) -> PriceList:
+    """Return what environments cost now, and how long each account pays. Blocks on the store."""
+    names = [account.name for account in payers.accounts]
+    running: Counter[str] = Counter()
+    for lease in services.leases.open_leases():
+        running[lease.account] += lease.rate if lease.state is LeaseState.RUNNING else 0
+    policy_for = services.ledger.settings.policy_for
+    return PriceList(
+        overview,
+        environments,
+        services.clock(),
+        services.ledger.ending_of(names),
+        running,
+        {name: policy_for(name, groups) for name in names},
+        services.exhaustion.grace,
     )
 
 

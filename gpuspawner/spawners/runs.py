@@ -31,11 +31,15 @@ from ..runs.rules import slug_of
 from ..services import Services, hub_services
 from .mixin import GPUSpawnerMixin
 from .progress import FailedSpawn
+from .quotes import QuoteQuestion, RunQuote, quote_of
 
 KEY = "gpuspawner_runs"
 
 TRY_AGAIN = 10.0
 """Seconds between two tries to start one preemptible run."""
+
+OF_ONE_START = ("wait", "shown_at")
+"""Options that a run does not take from a session."""
 
 
 class RunLauncher:
@@ -83,9 +87,7 @@ class RunLauncher:
             created_at=self.services.clock(),
             **fields,
         )
-        spawner = self._spawner(user, run)
-        await spawner.refresh_catalog()
-        await spawner.apply_group_overrides()
+        spawner = await self._ready_spawner(user, run)
         environment, request = spawner.resolve_options()
         terms = spawner.terms(environment, request)
         engine = spawner.engine_for(request)
@@ -96,6 +98,33 @@ class RunLauncher:
         if is_new and not run.preemptible:
             self._follow(run)
         return run
+
+    async def quote(self, user: User, options: Mapping[str, Any], server: str | None) -> RunQuote:
+        """Return what a run with these options would cost, and when it would start.
+
+        Other options are those with which the member's ``server`` started, if any. Raises Refused
+        for options with which no run can be submitted.
+        """
+        if server is not None and server in user.spawners:
+            started = user.spawners[server].user_options or {}
+            own = {name: value for name, value in started.items() if name not in OF_ONE_START}
+            options = {**own, **options}
+        now = self.services.clock()
+        run = Run(
+            id="quote", user=user.name, title="", work=Work(), options=options, created_at=now
+        )
+        spawner = await self._ready_spawner(user, run)
+        environment, request = spawner.resolve_options()
+        question = QuoteQuestion(
+            server=run.server,
+            environment=environment,
+            request=request,
+            terms=spawner.terms(environment, request),
+            engine=spawner.engine_for(request),
+            hours=spawner.session_hours(environment),
+            most_gpus=spawner.most_gpus(),
+        )
+        return await self.services.read(quote_of, self.services, question)
 
     async def start_all(self) -> None:
         """Start a task for each waiting run that has none, such as after a restart of the hub."""
@@ -185,6 +214,12 @@ class RunLauncher:
         if name not in users:
             raise MemberGone(why="the member was removed")
         return cast("User", users[name])
+
+    async def _ready_spawner(self, user: User, run: Run) -> GPUSpawnerMixin:
+        spawner = self._spawner(user, run)
+        await spawner.refresh_catalog()
+        await spawner.apply_group_overrides()
+        return spawner
 
     def _spawner(self, user: User, run: Run) -> GPUSpawnerMixin:
         """Return a spawner that the Hub does not know, for one start of a run."""

@@ -52,6 +52,9 @@ class HubCalls(Protocol):
     async def submit_run(self, user: str, fields: Mapping[str, Any]) -> str:
         """Submit a member's run, and return its id."""
 
+    async def quote_run(self, user: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what a member's run would cost, and when it would start."""
+
     async def image_updates(self) -> Sequence[Mapping[str, Any]]:
         """Return the updates of images that run or ended lately, newest first."""
 

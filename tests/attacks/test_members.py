@@ -46,7 +46,8 @@ REPORTS = {name for which in ("usage", "used") for name in (which, f"{which}.csv
 
 OWN = {
     *("POST notices", "PUT api/notices/choices"),
-    *("POST payer", "POST folders", "POST api/folders", "POST api/runs"),
+    *("POST payer", "POST folders", "POST api/folders"),
+    *("POST api/runs", "POST api/runs/-/quote"),
 }
 """What every member may do, with what is theirs."""
 

@@ -229,6 +229,7 @@ NO_HUB_PAGES = {
     r"/catalog/-/updates": "JSON",
     r"/environments/([^/]+)/logo": "a picture",
     r"/api/gpuspawner/launcher": "JSON, for the accounting service",
+    r"/api/gpuspawner/launcher/quote": "JSON, for the accounting service",
     r"/api/gpuspawner/launcher/start": "JSON, for the accounting service",
     r"/api/gpuspawner/updates": "JSON",
     r"/api/gpuspawner/updates/([^/]+)": "JSON",

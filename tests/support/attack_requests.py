@@ -111,6 +111,7 @@ RIGHT = {
     "POST queue/{ticket}/cancel": Right(ADMIN, {"reason": WHY}),
     "POST tickets/{ticket}/cancel": Right(OWNER, YES),
     "POST api/runs": Right(OWNER, {"command": ["true"], "options": SMALL, "key": "two"}),
+    "POST api/runs/-/quote": Right(OWNER, {"options": SMALL}),
     "DELETE api/runs/{run}": Right(OWNER),
     "POST runs/{run}/stop": Right(OWNER, YES),
     "POST members": Right(ADMIN, {**YES, "lines": "name\n{new}"}),

@@ -15,12 +15,14 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
 ENDED = ("done", "failed", "stopped")
 PAUSE = 2.0
 TIMEOUT = 30.0
+LONGEST_TITLE = 100
 
 USAGE = """gpuspawner-run PROGRAM [options] [-- arguments of the program]
        gpuspawner-run NOTEBOOK.ipynb [options] [-p NAME VALUE ...]
@@ -29,6 +31,10 @@ USAGE = """gpuspawner-run PROGRAM [options] [-- arguments of the program]
 
 class Refused(Exception):
     """A sentence for the member."""
+
+
+class NoAnswer(Refused):
+    """The hub did not answer: it may have done what it was asked."""
 
 
 def main(arguments=None):
@@ -143,10 +149,19 @@ def snapshot(notebook, title):
         raise Refused(f"{notebook} is not a notebook") from None
     safe = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in title)
     name = f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M%S}-{safe.strip('.-') or 'run'}"
-    folder = workspace() / "runs" / name
-    folder.mkdir(parents=True)
-    (folder / "input.ipynb").write_bytes(text)
-    return f"runs/{name}/input.ipynb"
+    runs, number = workspace() / "runs", 1
+    try:
+        runs.mkdir(exist_ok=True)
+        while True:
+            folder = runs / (name if number == 1 else f"{name}-{number}")
+            with suppress(FileExistsError):  # another one in the same second
+                folder.mkdir()
+                break
+            number += 1
+        (folder / "input.ipynb").write_bytes(text)
+    except OSError as error:
+        raise Refused(f"{runs} cannot be written: {error.strerror}") from None
+    return f"runs/{folder.name}/input.ipynb"
 
 
 def parsed(value):
@@ -250,9 +265,9 @@ def ask(method, path, body=None):
             message = json.load(error)["message"]
         except (ValueError, KeyError, TypeError):
             message = f"the hub answered {error.code}"
-        raise Refused(message) from None
+        raise (Refused if error.code < 500 else NoAnswer)(message) from None
     except (OSError, ValueError):
-        raise Refused("the hub does not respond; try again in a moment") from None
+        raise NoAnswer("the hub does not respond; try again in a moment") from None
 
 
 def tls():

@@ -58,3 +58,41 @@ export interface IAway {
 export type Answer = INow | IAway;
 
 export type Action = 'snooze' | 'extend' | 'end';
+
+// What is asked of a run, as the fields of the start form; what a session started with comes along.
+export type Options = Record<string, unknown>;
+
+export interface IQuote {
+  options: Options;
+  environment_name: string;
+  gpus: number;
+  most_gpus: number;
+  cpu_variant: boolean;
+  models: string[];
+  hours: number | null;
+  most_hours: number | null;
+  account: string;
+  accounts: IQuotedAccount[];
+  what: string;
+  price: string;
+  total: string;
+  lasts: string;
+  refusal: string;
+  at_once: boolean;
+  place: number | null;
+  estimate: { low: string; likely: string; high: string } | null;
+  planned: string | null;
+  latest: string | null;
+}
+
+export interface IQuotedAccount {
+  account: string;
+  available: string;
+}
+
+export interface ISubmitted {
+  id: string;
+  folder: string;
+  // The same as the file browser names it; empty if it cannot show it.
+  open: string;
+}

@@ -1,10 +1,15 @@
 /**
- * What this server's GPUs do, what is left of credits and time, and warnings.
+ * What this server's GPUs do, what is left of credits and time, warnings, and notebooks that finish
+ * without a session.
  */
 import { ILabShell, type JupyterFrontEnd, type JupyterFrontEndPlugin } from '@jupyterlab/application';
+import { ICommandPalette } from '@jupyterlab/apputils';
 import { PageConfig } from '@jupyterlab/coreutils';
+import { IMainMenu } from '@jupyterlab/mainmenu';
+import { INotebookTracker } from '@jupyterlab/notebook';
 import { IStatusBar } from '@jupyterlab/statusbar';
 
+import { addFinish } from './finish';
 import { Item } from './item';
 import { Panel } from './panel';
 import { Session } from './session';
@@ -15,13 +20,16 @@ const NARROW = 760;
 
 const plugin: JupyterFrontEndPlugin<void> = {
   id: 'gpuspawner:session',
-  description: 'GPU utilization, credits and time left of this server.',
+  description: 'GPU utilization, credits and time left of this server; "Finish without me".',
   autoStart: true,
-  optional: [IStatusBar, ILabShell],
+  optional: [IStatusBar, ILabShell, INotebookTracker, ICommandPalette, IMainMenu],
   activate: (
     app: JupyterFrontEnd,
     statusBar: IStatusBar | null,
-    labShell: ILabShell | null
+    labShell: ILabShell | null,
+    tracker: INotebookTracker | null,
+    palette: ICommandPalette | null,
+    menu: IMainMenu | null
   ) => {
     if (PageConfig.getOption('gpuspawner') !== 'on') {
       return; // no hub, or no lease: there is nobody to ask
@@ -46,6 +54,9 @@ const plugin: JupyterFrontEndPlugin<void> = {
       isActive: () => session.now !== null,
       activeStateChanged: session.changed
     });
+    if (tracker && PageConfig.getOption('gpuspawnerRuns') === 'on') {
+      addFinish(app, session, { tracker, palette, menu });
+    }
     void app.restored.then(() => session.ask());
   }
 };

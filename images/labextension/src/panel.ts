@@ -12,6 +12,7 @@ import {
   gigabytes,
   isGroup,
   isKnown,
+  make,
   models,
   percent,
   span,
@@ -153,13 +154,4 @@ function facts(now: INow, at: number): HTMLElement {
     }
   }
   return list;
-}
-
-function make(tag: string, name: string, text = ''): HTMLElement {
-  const found = document.createElement(tag);
-  if (name) {
-    found.className = name;
-  }
-  found.textContent = text;
-  return found;
 }

@@ -1,8 +1,9 @@
-import { URLExt } from '@jupyterlab/coreutils';
+import { PageConfig, URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
 import { Signal } from '@lumino/signaling';
 
 import type { Action, Answer, INow } from './answer';
+import { NOT_RESPONDING } from './words';
 
 // Seconds between two questions, of a page that is looked at and of one that is not.
 const SEEN = 10;
@@ -72,8 +73,7 @@ export class Session {
       told = await response.json();
     } catch {
       // A server that stops does not answer to the end; the proxy or the Hub does in its place.
-      const message = 'This server is not responding. Try again in a moment.';
-      told = { done: action === 'end', message };
+      told = { done: action === 'end', message: NOT_RESPONDING };
     }
     if (!told.done) {
       this.setStopping(false);
@@ -113,4 +113,10 @@ export class Session {
   private failed = 0;
   private askedAt = 0;
   private ahead = 0;
+}
+
+/** The address of the Hub's page from which a server is started. */
+export function home(): string {
+  const path = URLExt.join(PageConfig.getOption('hubPrefix') || '/hub/', 'home');
+  return PageConfig.getOption('hubHost') + path;
 }

@@ -1,8 +1,7 @@
 import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
-import { PageConfig, URLExt } from '@jupyterlab/coreutils';
 
 import type { Action, INow, IWarning } from './answer';
-import type { Session } from './session';
+import { type Session, home } from './session';
 import { clock, warning } from './words';
 
 // So long before the end a warning that was put off comes again.
@@ -27,8 +26,7 @@ export class Warnings {
       return;
     }
     if (action === 'end') {
-      const home = URLExt.join(PageConfig.getOption('hubPrefix') || '/hub/', 'home');
-      window.location.href = PageConfig.getOption('hubHost') + home;
+      window.location.href = home();
       return;
     }
     const now = this.session.now;

@@ -1,8 +1,9 @@
 // Values to words. Pure.
 
-import type { IDevice, INow, IWarning } from './answer';
+import type { IDevice, INow, IQuote, IQuotedAccount, IWarning } from './answer';
 
 export const STOPPING = 'Stopping…';
+export const NOT_RESPONDING = 'This server is not responding. Try again in a moment.';
 
 const GB = 2 ** 30;
 
@@ -130,6 +131,50 @@ export function isGroup(now: INow): boolean {
   return Boolean(now.account?.account.startsWith('group:'));
 }
 
+/** What a run costs: `2 x T4: 8.00 credits an hour, 16.00 credits for 2 h 0 min.` */
+export function price(quote: IQuote): string {
+  const what = quote.what ? `${quote.what}: ` : '';
+  const total =
+    quote.total && quote.hours !== null ? `, ${quote.total} for ${span(3600000 * quote.hours)}` : '';
+  const lasts = quote.lasts ? ` The credits last ${quote.lasts}.` : '';
+  return `${what}${quote.price}${total}.${lasts}`;
+}
+
+/** When a run would start, as the start form says it. */
+export function start(quote: IQuote, now: number): string {
+  if (quote.at_once) {
+    return 'Starts now.';
+  }
+  const place = quote.place ? `It would be number ${quote.place} in the queue.` : 'It would wait in the queue.';
+  const { estimate, planned, latest } = quote;
+  const parts: string[] = [];
+  if (estimate) {
+    const [low, high] = [clock(estimate.low, now), clock(estimate.high, now)];
+    parts.push(`about ${low === high ? low : `${low} to ${high}`} (8 of 10 starts)`);
+  } else if (planned && (!latest || planned < latest)) {
+    parts.push(`around ${clock(planned, now)} (a first guess)`);
+  }
+  if (latest) {
+    parts.push(`by ${clock(latest, now)} at the latest`);
+  }
+  return parts.length ? `${place} Expected start: ${parts.join(', ')}.` : place;
+}
+
+/** `vision, 30.00 credits`. */
+export function accountLabel(each: IQuotedAccount): string {
+  const [kind, name] = each.account.split(/:(.*)/);
+  return `${kind === 'member' ? 'your account' : name}, ${credits(each.available)} credits`;
+}
+
 export function isKnown<T>(value: T | null): value is T {
   return value !== null;
+}
+
+export function make(tag: string, name: string, text = ''): HTMLElement {
+  const found = document.createElement(tag);
+  if (name) {
+    found.className = name;
+  }
+  found.textContent = text;
+  return found;
 }

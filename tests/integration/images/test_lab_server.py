@@ -150,7 +150,7 @@ def test_session_needs_hub_url_token_and_lease() -> None:
 
 
 def test_lab_modules_import_nothing_else_at_the_start() -> None:
-    names = "gpuspawner_lab, gpuspawner_kernels, gpuspawner_exporters"
+    names = "gpuspawner_lab, gpuspawner_kernels, gpuspawner_exporters, gpuspawner_finish"
     code = (
         "import sys, jupyterhub.singleuser.extension, jupyter_server.serverapp; "
         "import jupyter_server.services.nbconvert.handlers; "
@@ -159,4 +159,4 @@ def test_lab_modules_import_nothing_else_at_the_start() -> None:
     environment = {**os.environ, "PYTHONPATH": str(LAB)}
     command = [sys.executable, "-c", code]
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.split() == sorted(names.split(", "))
+    assert told.stdout.split() == sorted([*names.split(", "), "gpuspawner_run"])

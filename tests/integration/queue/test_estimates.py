@@ -142,7 +142,7 @@ def test_outlook_is_immediate_when_devices_are_free(make: Make, clock: Clock) ->
     assert outlook(services, clock, nowhere) == Outlook(0, 0, at_once=False)
     start(services, "ada", 2, BIG)
     end = clock.now + 2 * HOUR
-    found = Outlook(1, 2, at_once=False, planned=end, latest=end)
+    found = Outlook(1, 2, at_once=False, planned=end, latest=end, place=1)
     assert outlook(services, clock, TWO) == found
 
 

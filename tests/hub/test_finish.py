@@ -1,0 +1,189 @@
+"""The button "Finish without me", and the quote before it. Real: hub, proxy, accounting service, a
+Docker Engine, containers of our base image with JupyterLab, Chromium."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from gpuspawner.core.units import MICRO
+from tests.support.browser import screenshot
+from tests.support.engine import PrivateEngine
+from tests.support.gpu_hub import GPUHub
+from tests.support.images import BASE
+from tests.support.pages import WIDE, add_cookies
+from tests.support.processes import free_port, wait_for
+
+CATALOG = f"""
+environments:
+  - slug: base
+    display_name: Base
+    image: {BASE}
+    default: true
+    devices: {{default: 1, max: 2}}
+    hours: {{max: 8}}
+"""
+
+CONFIG = """
+c.GPUDockerSpawner.workspace = "{folder}/work-{{raw_username}}"
+c.GPURates.by_model = {{"*": 4}}
+c.GPUCredits.opening_grant = 50
+c.GPUCredits.hold_minutes = 1
+import gpuspawner
+gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
+"""
+
+NOTEBOOK = {
+    "cells": [
+        {
+            "cell_type": "code",
+            "id": name,
+            "source": source,
+            "metadata": {"tags": [name]},
+            "outputs": [],
+            "execution_count": None,
+        }
+        for name, source in (
+            ("parameters", "seed = 1"),
+            ("work", "import os\nprint('seed', seed, os.environ['GPUSPAWNER_GPU_COUNT'])"),
+        )
+    ],
+    "metadata": {"kernelspec": {"name": "python3", "display_name": "Python", "language": "python"}},
+    "nbformat": 4,
+    "nbformat_minor": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[GPUHub]:
+    config = CONFIG.format(port=free_port(), folder=folder)
+    with GPUHub(folder / "hub", engine, config, catalog=CATALOG) as hub:
+        yield hub
+    engine.clean()
+
+
+def quote(hub: GPUHub, user: str, status: int = 200, **body: Any) -> dict[str, Any]:
+    hub.browser_of(user)
+    answer = hub.call(user, "POST", "runs/-/quote", json=body)
+    assert answer.status_code == status, answer.text
+    return dict(answer.json())
+
+
+def ended(hub: GPUHub, user: str, run_id: str) -> dict[str, Any]:
+    def there() -> dict[str, Any]:
+        run: dict[str, Any] = hub.call(user, "GET", f"runs/{run_id}").json()
+        return run if run["ended_at"] else {}
+
+    return wait_for(there, "the end of the run", timeout=90)
+
+
+def test_quote_says_what_the_start_form_says(hub: GPUHub, member: str) -> None:
+    told = quote(hub, member)
+    account = f"member:{member}"
+    assert (told["environment"], told["environment_name"]) == ("base", "Base")
+    assert (told["gpus"], told["hours"], told["most_hours"]) == (1, 8, 8)
+    assert told["price"] == "4.00 credits an hour" and told["total"] == "32.00 credits"
+    assert told["account"] == account
+    assert told["accounts"] == [{"account": account, "available": "50.000000"}]
+    assert told["at_once"] and told["place"] is None and not told["refusal"]
+
+    form = hub.open_page(member, "/hub/spawn").text
+    assert told["models"] == ["A100-80GB"]
+    assert told["price"] in form and "32.00 credits" in form and "A100-80GB" in form
+    two = quote(hub, member, options={"gpus": 2, "hours": 7})
+    assert (two["price"], two["total"]) == ("8.00 credits an hour", "56.00 credits")
+    assert two["lasts"] == "6 h 15 min", "the credits end it before"
+    none = quote(hub, member, options={"gpus": 0})
+    assert (none["price"], none["total"], none["hours"]) == ("free of charge", "", None)
+    for options, words in (
+        ({"gpus": 3}, "Ask for 2 or fewer"),
+        ({"hours": 9}, "Write 8 or less"),
+        ({"environment": "no-such"}, "no-such"),
+        ({"image": "evil"}, "image"),
+    ):
+        assert words in quote(hub, member, 400, options=options)["message"]
+    told = quote(hub, member, 403, options={"account": "group:others"})
+    assert "group:others" in told["message"]
+    assert hub.leases(member) == [] and hub.call(member, "GET", "runs").json()["runs"] == []
+
+
+def test_quote_of_who_would_wait_has_a_position(hub: GPUHub, member: str) -> None:
+    hub.browser_of(member)
+    holders = [
+        hub.call(
+            member,
+            "POST",
+            "runs",
+            json={"command": ["sleep", "600"], "options": {"hours": 1, "gpus": 1}},
+        ).json()["id"]
+        for _ in range(len(hub.devices) + 1)
+    ]
+
+    def waits() -> dict[str, Any]:
+        told = quote(hub, member, options={"gpus": 1, "hours": 1})
+        return told if told["place"] == 2 else {}
+
+    told = wait_for(waits, "that one waits before this one")
+    assert not told["at_once"] and told["latest"] and told["planned"]
+    for run in holders:
+        hub.call(member, "DELETE", f"runs/{run}").raise_for_status()
+    for run in holders:
+        ended(hub, member, run)
+    wait_for(lambda: hub.containers() == [] and hub.taken() == {}, "the end of the containers")
+
+
+def test_who_cannot_pay_reads_it_in_the_quote(hub: GPUHub, member: str) -> None:
+    hub.browser_of(member)
+    taken = {"amount": "-50", "reason": "test", "key": f"all-{member}"}
+    path = f"accounts/member:{member}/grant"
+    assert hub.call("admin", "POST", path, json=taken).ok
+    told = quote(hub, member)
+    assert "Your balance" in told["refusal"]
+    assert quote(hub, member, options={"gpus": 0})["refusal"] == ""
+
+
+def test_button_in_jupyterlab_finishes_a_notebook_and_stops_the_server(
+    hub: GPUHub, browser: Browser, member: str, folder: Path
+) -> None:
+    hub.browser_of(member)
+    hub.spawn_and_wait(member, {"environment": "base", "gpus": 1, "hours": 3})
+    work = folder / f"work-{member}"
+    (work / "night.ipynb").write_text(json.dumps(NOTEBOOK))
+    [lease] = hub.open_leases(member)
+    hub.browser_of("member7")
+    quote(hub, "member7", 404, lease=lease.id)
+
+    page = browser.new_context(viewport=WIDE).new_page()
+    add_cookies(page, hub, member)
+    page.goto(f"{hub.url}/user/{member}/lab/tree/night.ipynb")
+    expect(page.locator(".jp-NotebookPanel .cm-content").first).to_contain_text("seed = 1")
+    page.get_by_role("button", name="Finish without me").click()
+    dialog = page.locator(".gpuspawner-finish .jp-Dialog-content")
+    expect(dialog.get_by_label("Time limit in hours")).to_have_value("3")
+    expect(dialog).to_contain_text("4.00 credits an hour, 12.00 credits for 3 h 0 min.")
+    expect(dialog).to_contain_text("Starts now.")
+    dialog.get_by_label("GPUs").select_option("0")
+    expect(dialog).to_contain_text("free of charge.")
+    dialog.get_by_label("GPUs").select_option("1")
+    dialog.get_by_label("Time limit in hours").fill("1")
+    expect(dialog).to_contain_text("4.00 credits for 1 h 0 min.")
+    dialog.get_by_label("seed").fill("7")
+    dialog.get_by_label("and stop this server").check()
+    screenshot(page, "finish-hub")
+    dialog.get_by_role("button", name="Submit").click()
+    page.wait_for_url(f"{hub.url}/services/gpu/runs")
+    expect(page.locator("main")).to_contain_text("night")
+
+    [run] = hub.call(member, "GET", "runs").json()["runs"]
+    wait_for(lambda: not [x for x in hub.open_leases(member) if x.id == lease.id], "the end")
+    run = ended(hub, member, run["id"])
+    assert (run["state"], run["exit_status"], run["reason"]) == ("done", 0, "")
+    assert run["notebook"] == f"{run['folder']}/input.ipynb" and run["parameters"] == {"seed": 7}
+    output = (work / run["folder"] / "output.ipynb").read_text()
+    assert '"seed 7 1\\n"' in output
+    assert len(hub.leases(member)) == 2 and hub.balance(member) < 50 * MICRO
