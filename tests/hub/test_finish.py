@@ -140,7 +140,7 @@ def test_quote_of_who_would_wait_has_a_position(hub: GPUHub, member: str) -> Non
 def test_who_cannot_pay_reads_it_in_the_quote(hub: GPUHub, member: str) -> None:
     hub.browser_of(member)
     taken = {"amount": "-50", "reason": "test", "key": f"all-{member}"}
-    path = f"accounts/member:{member}/grant"
+    path = f"accounts/member:{member}/grants"
     assert hub.call("admin", "POST", path, json=taken).ok
     told = quote(hub, member)
     assert "Your balance" in told["refusal"]
@@ -154,6 +154,7 @@ def test_button_in_jupyterlab_finishes_a_notebook_and_stops_the_server(
     hub.spawn_and_wait(member, {"environment": "base", "gpus": 1, "hours": 3})
     work = folder / f"work-{member}"
     (work / "night.ipynb").write_text(json.dumps(NOTEBOOK))
+    (work / "night.ipynb").chmod(0o666)
     [lease] = hub.open_leases(member)
     hub.browser_of("member7")
     quote(hub, "member7", 404, lease=lease.id)

@@ -2,6 +2,7 @@ import type { JupyterFrontEnd } from '@jupyterlab/application';
 import { Dialog, type ICommandPalette, ToolbarButton } from '@jupyterlab/apputils';
 import type { IMainMenu } from '@jupyterlab/mainmenu';
 import type { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
+import type { Contents } from '@jupyterlab/services';
 import { Widget } from '@lumino/widgets';
 
 import type { ISubmitted } from './answer';
@@ -48,7 +49,7 @@ async function finish(app: JupyterFrontEnd, session: Session, panel: NotebookPan
   const form = new Form(serverSettings, contents.localPath(panel.context.path), session);
   const dialog = new FinishDialog(form);
   const closed = dialog.launch();
-  await form.begin(save(panel));
+  await form.begin(save(panel, contents));
   await closed;
   if (!form.submitted) {
     return;
@@ -71,19 +72,29 @@ async function finish(app: JupyterFrontEnd, session: Session, panel: NotebookPan
 }
 
 /** Save what was changed. Throws a sentence if that cannot be. */
-async function save({ context }: NotebookPanel): Promise<void> {
+async function save({ context }: NotebookPanel, contents: Contents.IManager): Promise<void> {
   if (!context.model.dirty) {
     return;
   }
   if (context.contentsModel?.writable === false) {
-    throw new Refusal(
-      'This notebook is read-only, so your changes cannot be saved. Save a copy, and finish that.'
-    );
+    // The kernel alone makes a notebook dirty, by what it says of itself.
+    const saved = await contents.get(context.path, { type: 'notebook', content: true });
+    if (sources(saved.content) !== sources(context.model.toJSON())) {
+      throw new Refusal(
+        'This notebook is read-only, so your changes cannot be saved. Save a copy, and finish that.'
+      );
+    }
+    return;
   }
   await context.save();
   if (context.model.dirty) {
     throw new Refusal('The notebook was not saved. Save it, and try again.');
   }
+}
+
+function sources(notebook: unknown): string {
+  const { cells } = notebook as { cells: { source: string | string[] }[] };
+  return JSON.stringify(cells.map(cell => [cell.source].flat().join('')));
 }
 
 /** Asks what the run needs. It stays open until the run is accepted. */

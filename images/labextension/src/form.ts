@@ -232,7 +232,11 @@ interface IBegin {
 }
 
 function sentence(error: unknown): string {
-  return error instanceof Refusal ? error.message : 'The notebook was not saved. Save it, and try again.';
+  if (error instanceof Refusal) {
+    return error.message;
+  }
+  console.error(error);
+  return 'The notebook was not saved. Save it, and try again.';
 }
 
 function row(name: string, field: HTMLElement): HTMLElement {
