@@ -38,7 +38,11 @@ QUOTE = {"options": {"environment": "base", "gpus": 1}, "gpus": 1}
 
 
 def notebook(source: str = CELL, **metadata: Any) -> str:
-    cell: dict[str, Any] = {"cell_type": "code", "source": source.splitlines(keepends=True), "outputs": []}
+    cell: dict[str, Any] = {
+        "cell_type": "code",
+        "source": source.splitlines(keepends=True),
+        "outputs": [],
+    }
     cell |= {"execution_count": None, "metadata": {"tags": ["parameters"], **metadata}}
     kernel = {"name": "python3", "display_name": "Python", "language": "python"}
     told = {"cells": [cell], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 4}
