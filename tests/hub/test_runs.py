@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.engine import PrivateEngine
-from tests.support.gpu_hub import GPUHub
+from tests.support.gpu_hub import GPUHub, assert_in_words
 from tests.support.images import BASE
 from tests.support.processes import free_port, wait_for
 
@@ -22,6 +22,10 @@ environments:
     display_name: Base
     image: {BASE}
     default: true
+    devices: {{default: 1, max: 2}}
+  - slug: gone
+    display_name: Gone
+    image: gpuspawner/gone:test
     devices: {{default: 1, max: 2}}
 """
 
@@ -116,6 +120,17 @@ def test_program_that_is_not_there_is_told(hub: GPUHub, member: str, folder: Pat
     assert (run["state"], run["exit_status"]) == ("failed", 127)
     log = (workspace(folder, member) / run["folder"] / "run.log").read_text()
     assert log == "no-such-program cannot start: No such file or directory\n"
+
+
+def test_missing_image_is_told(hub: GPUHub, member: str) -> None:
+    run = submit(hub, member, command=["true"], options={"environment": "gone"})
+    run = ended(hub, member, run["id"])
+    assert run["state"] == "failed"
+    assert_in_words(run["reason"])
+    assert "image" in run["reason"]
+    (lease,) = hub.leases(member)
+    assert lease.charged == 0
+    assert_all_given_back(hub)
 
 
 def test_failing_hook_of_the_admin_frees_the_gpu(hub: GPUHub, member: str) -> None:

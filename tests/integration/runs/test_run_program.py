@@ -101,11 +101,11 @@ def test_program_makes_room(tmp_path: Path, handles: bool) -> None:
     assert log.read_text().startswith("on\n" if handles else "on\nsaved\n")
 
 
-def notebook(path: Path, *cells: str) -> None:
+def notebook(path: Path, *cells: str, kernel: str = "python3") -> None:
     found = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     found.cells[0].metadata["tags"] = ["parameters"]
     found.metadata["kernelspec"] = {
-        "name": "python3",
+        "name": kernel,
         "display_name": "Python",
         "language": "python",
     }
@@ -156,6 +156,35 @@ def test_full_workspace_keeps_every_finished_cell(tmp_path: Path) -> None:
     output = tmp_path / "runs/one/output.ipynb"
     assert "first\n" in outputs(output)
     assert not output.with_name("output.ipynb.part").exists()
+
+
+BAD = {
+    "": "FileNotFoundError: [Errno 2] No such file or directory: '{file}'",
+    "no JSON": "NotJSONError: Notebook does not appear to be JSON: 'no JSON'",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_notebook_is_told(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "a.ipynb"
+    if text:
+        file.write_text(text)
+    status, said = carried_out(tmp_path, notebook="a.ipynb")
+    assert status == 1
+    assert BAD[text].format(file=file) in said.splitlines()[-1], said
+
+
+def test_missing_kernel_is_told(tmp_path: Path) -> None:
+    notebook(tmp_path / "a.ipynb", "1", kernel="fortran77")
+    status, said = carried_out(tmp_path, notebook="a.ipynb")
+    assert status == 1 and said.splitlines()[-1].endswith("No such kernel named fortran77")
+
+
+def test_unknown_parameter_is_told_and_set(tmp_path: Path) -> None:
+    notebook(tmp_path / "a.ipynb", "seed = 1", "print(sede)")
+    status, said = carried_out(tmp_path, notebook="a.ipynb", parameters={"sede": 3})
+    assert status == 0 and "Passed unknown parameter: sede" in said
+    assert "3\n" in outputs(tmp_path / "runs/one/output.ipynb")
 
 
 @pytest.mark.parametrize("own", [143, 255])
