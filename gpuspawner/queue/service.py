@@ -178,6 +178,12 @@ class QueueService:
             )
         if free:
             return
+        if terms.preemptible and self.delegation.delegate is not None:
+            raise InvalidRequest(
+                "On this cluster Slurm gives out the GPUs, and it knows no preemptible runs. "
+                "Submit an ordinary one.",
+                field="preemptible",
+            )
         ticket = self._ticket(server, request, engine, account, terms)
         with self.line.lock:
             must_run(request, self.positions.devices.look().inventory)

@@ -344,17 +344,18 @@ class RunDuty(TickDuty):
             for due in self._due - self._warned:
                 if sighting.alive and due[0] == lease.id:
                     await self._warn(engine, lease, sighting, due[1])
+            # On a cluster it counts as alive until its job has ended, and then nobody knows this.
+            if (code := sighting.exit_code) is not None:
+                said, runs_on = "", self.tick.engines[engine]
+                if code and isinstance(runs_on, EngineWithLogs):
+                    said = await asyncio.to_thread(runs_on.last_line, sighting.ref)
+                note = self.services.runs.note_exit
+                await self.services.run(note, lease.server.run_id, code, said)
             if sighting.alive and (lease.outcome or lease.id in ended):
                 self.log.warning("Stopping %s: %s", lease.server, lease.end_reason)
                 await asyncio.to_thread(end)
                 await self._release(lease, sighting)
             elif not sighting.alive:
-                if (code := sighting.exit_code) is not None:
-                    said, runs_on = "", self.tick.engines[engine]
-                    if code and isinstance(runs_on, EngineWithLogs):
-                        said = await asyncio.to_thread(runs_on.last_line, sighting.ref)
-                    note = self.services.runs.note_exit
-                    await self.services.run(note, lease.server.run_id, code, said)
                 await self._release(lease, sighting)
                 await asyncio.to_thread(end)
 

@@ -113,6 +113,17 @@ class SlurmEngine:
         if job:
             self._cancel(job)
 
+    def last_line(self, ref: str) -> str:
+        """Return the last line that a container printed; empty if nothing was, or none was kept."""
+        node, _ = self._where.get(ref, ("", ""))
+        return self._engines[node].last_line(ref) if node else ""
+
+    def signal(self, ref: str, name: str) -> None:
+        """Send a signal to a container's first process; one that does not run gets none."""
+        node, _ = self._where.get(ref, ("", ""))
+        if node:
+            self._engines[node].signal(ref, name)
+
     # Helpers.
 
     def _on_node(

@@ -71,7 +71,7 @@ def of(
     share = request.devices / max(1, cluster.shards)
     return JobSpec(
         name=f"{HOLDER}{ticket.id}",
-        comment=json.dumps({"server": str(ticket.server)}),
+        comment=json.dumps({"server": str(ticket.server), "kind": ticket.server.kind.value}),
         partition=cluster.partition,
         cpus=max(1, int(share * min(node.cpus / len(node.devices) for node in some))),
         megabytes=max(1, int(share * min(_megabytes(node) for node in some))),

@@ -106,8 +106,6 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         """,
     )
 
-    runs_programs = False
-
     _node_name = ""
     _over_said = ""
     _starting = False

@@ -69,7 +69,10 @@ def without(told: list[str]) -> str:
 def test_plain_job_spec_has_name_comment_and_no_limits() -> None:
     told = asked()
     assert "--job-name=gpuspawner-0a1b" in told and "--no-requeue" in told
-    assert json.loads(value(told, "--comment=")) == {"server": "ann/my; server"}
+    assert json.loads(value(told, "--comment=")) == {
+        "server": "ann/my; server",
+        "kind": "server",
+    }
     assert not any(word.startswith(("--time=", "--uid=", "--nice")) for word in told)
 
 
