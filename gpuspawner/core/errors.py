@@ -410,6 +410,27 @@ class UnknownRun(Refused):
     status_code = 404
 
 
+class NoRunFiles(Refused):
+    """The files of this run cannot be shown: {why}."""
+
+    reason = "no_files"
+    status_code = 404
+
+
+class NoRunFile(Refused):
+    """There is no file {path!r} in the folder of this run."""
+
+    reason = "no_file"
+    status_code = 404
+
+
+class TooManyStreams(Refused):
+    """You already follow or download {most} files of runs. Wait until one has ended."""
+
+    reason = "limit"
+    status_code = 429
+
+
 class UnknownTransfer(Refused):
     """There is no transfer {transfer!r}."""
 

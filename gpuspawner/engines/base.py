@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ..leases.models import Lease, Sighting
+from .files import MountedWorkspace
 from .local import LEASE_VARIABLE
 
 LABEL_LEASE = "gpuspawner.lease"
@@ -67,6 +68,20 @@ class Engine(Protocol):
 
     def end(self, sighting: Sighting) -> None:
         """End a server without an owner. Raises EngineUnavailable."""
+
+
+@runtime_checkable
+class EngineWithFiles(Engine, Protocol):
+    """An engine that can read the workspaces of its servers and runs."""
+
+    def mount_workspace(self, source: str) -> MountedWorkspace:
+        """Return a directory or volume, readable until it is closed.
+
+        Blocks. Raises NoRunFiles or EngineUnavailable.
+        """
+
+    def remove_leftovers(self) -> None:
+        """Remove what a killed process left of such mounts. Raises EngineUnavailable."""
 
 
 _CONTAINER = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")

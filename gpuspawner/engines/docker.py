@@ -16,6 +16,7 @@ from docker.errors import APIError, DockerException, NotFound
 from ..core.errors import AnotherEngine, EngineUnavailable
 from ..leases.models import Lease, LeaseState, ServerRef, Sighting
 from .base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
+from .files import MountedWorkspace, remove_leftovers
 
 T = TypeVar("T")
 
@@ -129,6 +130,14 @@ class DockerEngine:
             return "".join(filter(str.isprintable, lines[-1]))[:LONGEST_LINE] if lines else ""
 
         return self.call(read)
+
+    def mount_workspace(self, source: str) -> MountedWorkspace:
+        """Return a directory or volume, readable; see :class:`MountedWorkspace`."""
+        return self.call(lambda client: MountedWorkspace(client, source))
+
+    def remove_leftovers(self) -> None:
+        """Remove the containers with which a killed process read files."""
+        self.call(remove_leftovers)
 
     def identity(self) -> str:
         """Return which engine answers: its id, and the folder with its containers.

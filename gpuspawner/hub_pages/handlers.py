@@ -5,10 +5,12 @@ The pages are JupyterHub handlers, so that they use its templates, sign-in and c
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,7 +25,7 @@ from jupyterhub.utils import url_escape_path
 from markupsafe import Markup
 from tornado import web
 from tornado.http1connection import HTTP1Connection
-from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
+from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest, HTTPResponse
 from tornado.httputil import url_concat
 from traitlets import Bool
 from traitlets.config import Configurable
@@ -35,6 +37,7 @@ from ..core.units import format_credits, format_price
 from ..devices.snapshots import ModelCount, Overview
 from ..ledger.models import Account
 from ..queue.positions import Outlook
+from ..runs.file_views import NEXT
 from ..services import Services, hub_services
 from ..web import view_models
 from ..web.frame import STATIC
@@ -406,11 +409,16 @@ class Logo(HubPageHandler):
 
 
 PATHS = {
-    "GET": re.compile("leases/[0-9a-f]{1,64}/now|runs(/[0-9a-z-]{1,64})?"),
+    "GET": re.compile("leases/[0-9a-f]{1,64}/now|runs(/[0-9a-z-]{1,64}(/log|/files)?)?"),
     "POST": re.compile("leases/[0-9a-f]{1,64}/(snooze|extend|end)|runs(/-/quote)?"),
     "DELETE": re.compile("runs/[0-9a-z-]{1,64}"),
 }
 """Paths of the service that the relay forwards, by method."""
+
+JSON = "application/json"
+
+FOLLOW_PAUSE, FOLLOW_SECONDS = 2.0, 3600.0
+"""Seconds between two questions for a log that is followed, and until that ends."""
 
 TIMEOUTS = {"GET": 8.0, "POST": 20.0, "DELETE": 20.0}
 """Timeouts in seconds. A stop is answered after the Hub's ``slow_stop_timeout`` of 10."""
@@ -425,6 +433,13 @@ class ServiceRelay(DropsBody, APIHandler):
     """
 
     _body = b""
+    _gone: asyncio.Event | None = None
+
+    def on_connection_close(self) -> None:
+        """Stop following a log."""
+        super().on_connection_close()
+        if self._gone is not None:
+            self._gone.set()
 
     def data_received(self, chunk: bytes) -> None:
         """Keep a part of the body, whose length is limited."""
@@ -439,9 +454,41 @@ class ServiceRelay(DropsBody, APIHandler):
             raise web.HTTPError(403)
         of_runs = path.startswith("runs")
         query = f"?{self.request.query}" if of_runs and self.request.query else ""
-        body = self._body if of_runs else b"{}"
+        if path.endswith("/log") and self.get_query_argument("follow", "") == "1":
+            await self._follow(path)
+            return
+        answer = await self._ask(path + query, self._body if of_runs else b"{}")
+        self._begin(answer)
+        self.finish(answer.body)
+
+    post = delete = get
+
+    async def _follow(self, path: str) -> None:
+        """Send a log until its run ends or the client goes away, by one question after another."""
+        self._gone = asyncio.Event()
+        offset, until = self.get_query_argument("offset", "0"), time.monotonic() + FOLLOW_SECONDS
+        while True:
+            answer = await self._ask(url_concat(path, {"offset": offset}))
+            if not self._headers_written:
+                self._begin(answer)
+            elif answer.code != 200:
+                return
+            self.write(answer.body)
+            await self.flush()
+            last, offset = offset, answer.headers.get(NEXT, "")
+            if not offset or time.monotonic() > until:
+                return
+            if offset == last:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._gone.wait(), FOLLOW_PAUSE)
+            if self._gone.is_set():
+                return
+
+    async def _ask(self, path: str, body: bytes = b"") -> HTTPResponse:
+        """Return the service's answer. Raises HTTPError 503."""
+        method = str(self.request.method)
         request = HTTPRequest(
-            f"{self._service()}api/{path}{query}",
+            f"{self._service()}api/{path}",
             method=method,
             headers={"Authorization": f"token {self.get_auth_token()}"},
             body=body if method == "POST" else None,
@@ -450,15 +497,24 @@ class ServiceRelay(DropsBody, APIHandler):
             follow_redirects=False,
         )
         try:
-            answer = await AsyncHTTPClient().fetch(request, raise_error=False)
+            return await AsyncHTTPClient().fetch(request, raise_error=False)
         except (HTTPClientError, OSError) as error:
             self.log.warning("gpuspawner's service is not responding: %s", error)
             raise web.HTTPError(503, "The GPU service is not responding.") from None
-        self.set_status(503 if answer.code == 599 else answer.code)
-        self.set_header("Content-Type", "application/json")
-        self.finish(answer.body or b"{}")
 
-    post = delete = get
+    def _begin(self, answer: HTTPResponse) -> None:
+        """Set the status, and the headers that matter: of a log, its type and the next offset.
+
+        Raises HTTPError 503 if there was no answer in time.
+        """
+        if answer.code == 599:
+            raise web.HTTPError(503, "The GPU service is not responding.")
+        self.set_status(answer.code)
+        is_text = answer.headers.get("Content-Type", "").startswith("text/plain")
+        self.set_header("Content-Type", answer.headers["Content-Type"] if is_text else JSON)
+        self.set_header("X-Content-Type-Options", "nosniff")
+        if NEXT in answer.headers:
+            self.set_header(NEXT, answer.headers[NEXT])
 
     def _service(self) -> str:
         """Return the URL of the service. Raises HTTPError 503 if it is not registered."""

@@ -85,6 +85,18 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What a run's program recorded in ``run.json``: its member could have written anything."""
+
+    cell: int | None = None
+    """The cell that a notebook executes, from 1."""
+    cells: int | None = None
+    """How many cells it has."""
+    files: Mapping[str, int] = field(default_factory=dict)
+    """The bytes of each file in its folder, by path."""
+
+
+@dataclass(frozen=True, slots=True)
 class FollowedRun:
     """A run with its newest lease, if it ever had one."""
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from ..leases.models import Lease, LeaseState
 from ..queue.models import Ticket
-from .models import Run
+from .models import Run, RunRecord
 
 MOST_OPEN = 100
 """How many runs of one member may wait or run."""
 
 LONGEST_SLUG = 40
+
+LONGEST_PATH = 500
+MOST_FILES = 1000
+
+NO_RECORD = RunRecord()
 
 _UNFIT = re.compile(r"[^a-z0-9]+")
 
@@ -84,6 +91,36 @@ def was_preempted(lease: Lease) -> bool:
     A program that saves and ends itself after the warning was preempted, too.
     """
     return lease.yields_at is not None and lease.outcome in ("", PREEMPTED)
+
+
+def is_file_name(path: str) -> bool:
+    """Return True if a path leads down from a folder, and can be shown and sent."""
+    is_short = 0 < len(path) <= LONGEST_PATH
+    return is_short and path.isprintable() and not {"", ".", ".."} & set(path.split("/"))
+
+
+def read_record(data: bytes) -> RunRecord:
+    """Return what a ``run.json`` says; nothing of what cannot be so."""
+    try:
+        told = json.loads(data)
+    except (ValueError, RecursionError):
+        return NO_RECORD
+    if not isinstance(told, dict):
+        return NO_RECORD
+    cell, cells = (told.get(name) for name in ("cell", "cells"))
+    if not (_is_count(cell) and _is_count(cells) and 1 <= cell <= cells):
+        cell = cells = None
+    listed = told.get("files")
+    files = {}
+    for each in listed[:MOST_FILES] if isinstance(listed, list) else ():
+        path, size = (each.get("path"), each.get("size")) if isinstance(each, dict) else ("", 0)
+        if isinstance(path, str) and is_file_name(path) and _is_count(size):
+            files[path] = size
+    return RunRecord(cell, cells, files)
+
+
+def _is_count(number: object) -> TypeGuard[int]:
+    return type(number) is int and 0 <= number < 1 << 53
 
 
 def may_restart(run: Run, lease: Lease) -> bool:

@@ -12,10 +12,13 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
+import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -28,6 +31,15 @@ YIELD = signal.SIGUSR2
 
 CELL = re.compile(r'Exception encountered at "In \[(\d+)\]"')
 """How papermill says which cell failed."""
+
+EXECUTING = re.compile(rb"Executing Cell (\d+)-")
+"""How papermill says which cell it executes."""
+
+OLD_SECONDS = 60
+"""After so long, the files are listed again when something is printed."""
+
+MOST_FILES = 1000
+"""How many files of its folder a run lists."""
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -73,20 +85,64 @@ def main() -> int:
     environment = {**os.environ, "GPUSPAWNER_RUN_FOLDER": str(folder)}
     if seconds:
         environment["GPUSPAWNER_STOP_AT"] = _text(started + timedelta(seconds=seconds))
+    record = Record(folder, {"id": os.environ["GPUSPAWNER_RUN_ID"], **work})
+    record.write(started_at=_text(started))
     with (folder / "run.log").open("ab", buffering=0) as log:
-        status = _carry_out(work, home, folder, environment, log, seconds)
-    told = {
-        "id": os.environ["GPUSPAWNER_RUN_ID"],
-        "exit_status": status,
-        "started_at": _text(started),
-        "ended_at": _text(datetime.now(timezone.utc)),
-        **work,
-    }
-    try:
-        (folder / "run.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:  # a full workspace: how the program ended is still told
-        print(f"run.json cannot be written: {error.strerror}", flush=True)
+        status = _carry_out(work, home, folder, environment, log, seconds, record)
+    record.write(exit_status=status, ended_at=_text(datetime.now(timezone.utc)))
     return status
+
+
+class Record:
+    """``run.json``: what was run, how far it is, and the files in its folder."""
+
+    def __init__(self, folder: Path, told: dict[str, Any]) -> None:
+        self.folder = folder
+        self.told = told
+        self.written_at = 0.0
+
+    def write(self, **more: Any) -> None:
+        """Write it anew, as a whole or not at all. A full disk does not end the run."""
+        self.written_at = time.monotonic()
+        self.told.update(more, files=self._files())
+        part = self.folder / ".run.json.part"
+        try:
+            part.write_text(json.dumps(self.told, indent=2) + "\n", encoding="utf-8")
+            part.replace(self.folder / "run.json")
+        except OSError as error:
+            print(f"run.json was not written: {error.strerror}", flush=True)
+
+    def note(self, said: bytes) -> None:
+        """Write it if a notebook's next cell begins, by what papermill said, or if it is old."""
+        found = EXECUTING.findall(said) if self.told["notebook"] else []
+        if found and int(found[-1]) != self.told.get("cell"):
+            self.write(cell=int(found[-1]), cells=self.told.get("cells") or self._count_cells())
+        elif time.monotonic() - self.written_at > OLD_SECONDS:
+            self.write()
+
+    def _count_cells(self) -> int:
+        """Count the cells that papermill executes: it adds one for the parameters."""
+        try:
+            return len(json.loads((self.folder / "output.ipynb").read_bytes())["cells"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+
+    def _files(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for place, folders, names in os.walk(self.folder):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in sorted(name for name in names if not name.startswith(".")):
+                path = Path(place, name)
+                try:
+                    state = path.lstat()
+                except OSError:
+                    continue
+                if stat.S_ISREG(state.st_mode):
+                    told = {"path": path.relative_to(self.folder).as_posix(), "size": state.st_size}
+                    found.append(told)
+                if len(found) == MOST_FILES:
+                    return found
+        return found
 
 
 def _text(moment: datetime) -> str:
@@ -100,14 +156,16 @@ def _carry_out(
     environment: dict[str, str],
     log: BinaryIO,
     seconds: int,
+    record: Record,
 ) -> int:
-    command = work["command"] or _notebook_command(work, home, folder)
+    command = work["command"]
     # By default SIGUSR1 kills a program, so a program without a handler starts out ignoring it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(YIELD, signal.SIG_IGN)
     try:
         if not work["command"] and importlib.util.find_spec("papermill") is None:
             raise OSError(0, "the image lacks papermill, which gpuspawner-lab installs")
+        command = command or _notebook_command(work, home, folder)
         process = subprocess.Popen(
             command,
             cwd=home / work["directory"],
@@ -129,6 +187,8 @@ def _carry_out(
             was_ended.append(number)
             number = signal.SIGINT
         os.killpg(process.pid, number)
+        if was_ended:
+            record.write()  # there may be no time for it later
 
     def make_room(number: int, frame: object) -> None:
         # Who does not handle the warning gains nothing by two minutes more.
@@ -146,6 +206,7 @@ def _carry_out(
     for part in iter(lambda: os.read(output, 65536), b""):
         _write(log, part)
         tail = (tail + part)[-65536:]
+        record.note(tail)
     status = process.wait()
     if was_ended:
         return INTERRUPTED
@@ -182,7 +243,12 @@ def _failure(said: str) -> str:
 
 
 def _notebook_command(work: dict[str, Any], home: Path, folder: Path) -> list[str]:
-    words = [sys.executable, "-c", PAPERMILL, str(home / work["notebook"])]
+    snapshot = folder / "input.ipynb"
+    if not snapshot.exists():  # else it begins again, or was copied when it was submitted
+        part = folder / ".input.ipynb.part"
+        shutil.copyfile(home / work["notebook"], part)
+        part.replace(snapshot)
+    words = [sys.executable, "-c", PAPERMILL, str(snapshot)]
     words += [str(folder / "output.ipynb"), "--log-output", "--no-progress-bar"]
     words += ["--autosave-cell-every", "30", "--cwd", str(home / work["directory"])]
     for name, value in work["parameters"].items():

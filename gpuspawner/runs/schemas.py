@@ -173,6 +173,10 @@ class RunAnswer(Answer):
     exit_status: int | None = told("run.exit_code")
     lease: str | None = told("lease.id", None)
     charged: Amount = told("lease.charged", 0)
+    cell: Count | None = told(
+        "record.cell", None, description="Of one run: the cell that its notebook executes."
+    )
+    cells: Count | None = told("record.cells", None)
 
 
 class RunsAnswer(DatedAnswer):
@@ -180,3 +184,14 @@ class RunsAnswer(DatedAnswer):
 
     runs: tuple[RunAnswer, ...]
     next: str | None
+
+
+class RunFileAnswer(Answer):
+    path: str
+    size: Count
+
+
+class RunFilesAnswer(Answer):
+    """The files in a run's folder."""
+
+    files: tuple[RunFileAnswer, ...]

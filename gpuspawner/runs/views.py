@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
 
 from tornado import web
 
-from ..core.errors import UnknownRun
+from ..core.errors import Unavailable
 from ..core.scopes import SESSION
 from ..leases.views import own_lease
 from ..queue.rank import QueuePosition
@@ -19,12 +20,16 @@ from ..web.api import ALL, LIMIT, APIHandler, ChangingAPI, Parameter, operation,
 from ..web.base import ServiceHandler
 from ..web.fields import one_of
 from ..web.pages import FormPage
-from .models import FollowedRun, RunState
+from .file_views import own_run, record_of
+from .models import FollowedRun, RunRecord, RunState
 from .rules import slug_of
 from .schemas import LONGEST_TITLE, QuoteAnswer, QuoteBody, RunAnswer, RunBody, RunsAnswer
 
 SHOWN = 50
 """Runs on a page."""
+
+MOST_RECORDS, RECORDS_SECONDS = 10, 3.0
+"""How many notebooks that run are asked how far they are, and how long that may take."""
 
 COLOURS = {**dict.fromkeys((state.value for state in RunState), ""), "waiting": "granted"}
 COLOURS |= {"starting": "granted", "running": "running", "failed": "unknown"}
@@ -56,18 +61,8 @@ class RunsAPI(ChangingAPI):
     async def post(self) -> None:
         """Submit a run: it waits for its devices like a server, and needs no open browser."""
         sent = self.sent(RunBody)
-        now = self.services.clock()
-        what = sent.notebook.rpartition("/")[2] or (sent.command[0] if sent.command else "")
-        title = (sent.title.strip() or what)[:LONGEST_TITLE]
         with refusals():
-            work = sent.work(f"runs/{now:%Y-%m-%d-%H%M%S}-{slug_of(title)}")
-        hub = self.context.hub
-        if hub is None:
-            raise web.HTTPError(503)
-        fields = sent.model_dump(include={"options", "requeue", "preemptible", "key"})
-        fields |= {"title": title, "work": _plain(work)}
-        with refusals():
-            run_id = await hub.submit_run(self.user, fields)
+            run_id = await submit(self, sent)
         self.answer(RunAnswer, await self.read(self.services.runs.get, run_id))
 
 
@@ -99,7 +94,9 @@ class RunAPI(APIHandler):
     @web.authenticated
     async def get(self, run_id: str) -> None:
         """Return one of my runs; an admin gets anybody's."""
-        self.answer(RunAnswer, await own_run(self, run_id))
+        found = await own_run(self, run_id)
+        record = await record_of(self, found) if executes_notebook(found) else None
+        self.answer(RunAnswer, found, record=record)
 
     @operation("runs/{run}", RunAnswer, name="stopRun", scope=SESSION)
     @web.authenticated
@@ -122,6 +119,8 @@ class RunFigures:
     """Microcredits of its newest lease until now."""
     standing: QueuePosition | None = None
     """Its position while it waits."""
+    record: RunRecord | None = None
+    """How far a notebook is that runs."""
 
 
 def run_figures(services: Services, found: Sequence[FollowedRun]) -> list[RunFigures]:
@@ -153,7 +152,7 @@ class RunsPage(FormPage):
         found = await self.read(self.services.runs.newest, user, SHOWN, before)
         self.show(
             "runs.html",
-            runs=await self.read(run_figures, self.services, found),
+            runs=await self._with_progress(await self.read(run_figures, self.services, found)),
             everybody=everybody,
             first=before is None,
             older=found[-1].run.id if len(found) == SHOWN else None,
@@ -162,6 +161,17 @@ class RunsPage(FormPage):
             now=self.services.clock(),
             xsrf=self.xsrf,
         )
+
+    async def _with_progress(self, found: Sequence[RunFigures]) -> list[RunFigures]:
+        """Return runs with how far their notebooks are: of a few, and if that is soon known."""
+        going_on = [some.followed for some in found if executes_notebook(some.followed)]
+        asked = [asyncio.ensure_future(record_of(self, x)) for x in going_on[:MOST_RECORDS]]
+        if asked:
+            await asyncio.wait(asked, timeout=RECORDS_SECONDS)
+        told = {
+            x.run.id: each.result() for x, each in zip(going_on, asked, strict=False) if each.done()
+        }
+        return [replace(some, record=told.get(some.followed.run.id)) for some in found]
 
 
 class StopRunPage(FormPage):
@@ -183,19 +193,29 @@ class StopRunPage(FormPage):
         self.go("runs?stopped=1")
 
 
-async def own_run(handler: ServiceHandler, run_id: str) -> FollowedRun:
-    """Return a run of the user's, or any for an admin.
+def executes_notebook(followed: FollowedRun) -> bool:
+    """Return True if a run executes a notebook just now."""
+    return followed.state is RunState.RUNNING and bool(followed.run.work.notebook)
 
-    Raises HTTPError 404 for all others, so that their existence is not revealed.
+
+async def submit(handler: ServiceHandler, sent: RunBody, *, again: bool = False) -> str:
+    """Have the Hub check and save a run of the user's, and return its id.
+
+    ``again``: its notebook is that of another run, whose folder stays as it is. Raises a
+    GPUSpawnerError with the sentence for the member.
     """
-    found: FollowedRun = await handler.read(handler.services.runs.get, run_id)
-    if found.run.user != handler.user and not handler.admin:
-        raise web.HTTPError(404) from UnknownRun(run=run_id)
-    return found
-
-
-def _plain(work: Any) -> dict[str, Any]:
-    return {name: getattr(work, name) for name in work.__dataclass_fields__}
+    what = sent.notebook.rpartition("/")[2] or (sent.command[0] if sent.command else "")
+    title = (sent.title.strip() or what)[:LONGEST_TITLE]
+    day = f"{handler.services.clock():%Y-%m-%d-%H%M%S}"
+    folder = f"runs/{day}-{slug_of(title)}-{secrets.token_hex(2)}"
+    work = sent.work(folder)
+    if again:
+        work = replace(work, folder=folder)
+    if handler.context.hub is None:
+        raise Unavailable()
+    fields = sent.model_dump(include={"options", "requeue", "preemptible", "key"})
+    fields |= {"title": title, "work": asdict(work)}
+    return await handler.context.hub.submit_run(handler.user, fields)
 
 
 HANDLERS = [

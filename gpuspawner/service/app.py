@@ -28,6 +28,7 @@ from ..engines.docker import DockerEngine
 from ..engines.local import LocalEngine, process_ref
 from ..monitoring import views as monitoring_views
 from ..monitoring.service import GPUMonitoring
+from ..runs.files import RunFiles
 from ..services import Services
 from ..settings import CLASSES, config_from_environment
 from ..web import app as web_app
@@ -121,6 +122,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         tick = self._tick()
+        files = RunFiles(tick.services.storage, tick.engines)
         notifier = Notifier(GPUNotifications(parent=self), tick.services, self.log)
         sessions = SessionDuty(tick, warn_minutes=self.sessions.warn_minutes, poke=notifier.poke)
         credits = CreditDuty(
@@ -133,9 +135,9 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
         duties = [
             asyncio.ensure_future(supervisor.keep(name, start))
             for name, start in (
-                ("Rounds", partial(self._rounds, tick, supervisor, sessions, credits)),
+                ("Rounds", partial(self._rounds, tick, supervisor, sessions, credits, files)),
                 ("Notices", partial(self._notices, tick, notifier)),
-                ("Pages", partial(self._pages, tick, supervisor, notifier)),
+                ("Pages", partial(self._pages, tick, supervisor, notifier, files)),
                 ("Totals", partial(self._totals, tick)),
                 ("Devices", partial(self.watch_devices, tick, supervisor, notifier.poke)),
                 ("Hub's end", partial(self._hub_gone, stop)),
@@ -152,6 +154,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             for duty in duties:
                 duty.cancel()
             await asyncio.gather(*duties, return_exceptions=True)
+            await files.close()
         self.log.info("Stopped. Charging resumes where it stopped when the service is back.")
 
     def _tick(self) -> Tick:
@@ -184,7 +187,12 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
     # Duties.
 
     async def _rounds(
-        self, tick: Tick, supervisor: Supervisor, sessions: SessionDuty, credits: CreditDuty
+        self,
+        tick: Tick,
+        supervisor: Supervisor,
+        sessions: SessionDuty,
+        credits: CreditDuty,
+        files: RunFiles,
     ) -> None:
         # What ended while the service was down is settled before anybody is charged, warned or told
         # that a session ended.
@@ -199,6 +207,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             (2.0, "Sessions", sessions.round),
             (1.0, "Runs", runs.round),
             (60.0, "Runs of former members", runs.end_gone),
+            (15.0, "Files of runs", files.round),
             (2.0, "Credits", credits.round),
             (5.0, "Refills", RefillDuty(tick).round),
             (5.0, "Members", Members(tick, sessions.poke).round),
@@ -214,7 +223,9 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             await tick.round("Notices", notifier.round)
             await notifier.pause(NOTICES_EVERY)
 
-    async def _pages(self, tick: Tick, supervisor: Supervisor, notifier: Notifier) -> None:
+    async def _pages(
+        self, tick: Tick, supervisor: Supervisor, notifier: Notifier, files: RunFiles
+    ) -> None:
         """Serve the pages; while the address is in use, everything else continues."""
         address = urlsplit(os.environ.get("JUPYTERHUB_SERVICE_URL", ""))
         if not address.hostname:
@@ -231,6 +242,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             recent=self.recent_samples,
             members_see_names=self.monitoring.members_see_names,
             hub=tick.hub,
+            run_files=files,
             frame=Frame.from_text(os.environ.get(frame.VARIABLE, "")),
             rounds=tick.rounds,
             duties=supervisor.states,

@@ -79,6 +79,8 @@ class Operation:
     """The model of the body, or a function that makes it from the names of the hub's channels."""
     scope: str = ""
     """The scope that a service or a server needs for it."""
+    media: str = "application/json"
+    """The media type of the answer."""
     summary: str = ""
     """The description. If empty, the docstring of the method or the handler is used."""
 
@@ -109,13 +111,14 @@ def operation(
     name: str = "",
     body: type[Body] | BodyOfChannels | None = None,
     scope: str = "",
+    media: str = "application/json",
 ) -> Callable[[F], F]:
     """Declare the operation of a handler's method; the docstring describes it.
 
     The operation is named after the last part of its path, unless ``name`` is given.
     """
     name = name or path.rpartition("/")[2].strip("{}")
-    return _declare(Operation(name, path, answer, query, body, scope))
+    return _declare(Operation(name, path, answer, query, body, scope, media=media))
 
 
 def each_action(
@@ -156,6 +159,7 @@ IN_PATH = {
     "account": (_text("^(member|group):[A-Za-z0-9_.@-]{1,60}$"), "`member:NAME` or `group:NAME`."),
     "environment": (_text("^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"), "Its name in the catalog."),
     "device": (_text("^[0-9A-Za-z-]{1,100}$"), "Its UUID or index."),
+    "file": ({"type": "string", "maxLength": 500}, "Its path in the run's folder."),
     "folder": (_text("^[0-9a-f]{16}$"), "The folder's id."),
     "lease": (_HEX, "The lease's id."),
     "rate": ({"type": "integer", "minimum": 1, "maximum": 10**18 - 1}, "Its number."),

@@ -16,6 +16,7 @@ from ..leases.models import ServerRef
 from ..ledger.models import group_account, member_account
 from ..monitoring.models import Sample
 from ..notifications.channels import Channel
+from ..runs.files import RunFiles
 from ..services import Services
 from .fields import LAST, whole
 from .frame import Frame
@@ -95,6 +96,8 @@ class Context:
     """True if the cluster page shows all members who has a GPU."""
     hub: HubCalls | None = None
     """If None, nothing that needs the Hub can be done."""
+    run_files: RunFiles | None = None
+    """If None, no files of runs can be read."""
     frame: Frame = field(default_factory=Frame)
     """The Hub's settings of its pages."""
     rounds: Mapping[str, int] = field(default_factory=dict)

@@ -120,8 +120,8 @@ def _schemas(
 def _described(found: Operation, words: str, schemas: dict[str, Schema]) -> dict[str, Any]:
     """Return an operation as OpenAPI; the first paragraph of ``words`` is its summary."""
 
-    def content(name: str) -> dict[str, Any]:
-        return {"application/json": {"schema": schemas[name]}}
+    def content(name: str, media: str = "application/json") -> dict[str, Any]:
+        return {media: {"schema": schemas[name]}}
 
     summary, *more = (" ".join(part.split()) for part in words.replace("``", "`").split("\n\n"))
     if found.scope:
@@ -138,7 +138,7 @@ def _described(found: Operation, words: str, schemas: dict[str, Schema]) -> dict
         str(status): {"description": why, "content": content("error")}
         for status, why in ERRORS.items()
     }
-    done = {"description": "Done.", "content": content(f"{found.name} answer")}
+    done = {"description": "Done.", "content": content(f"{found.name} answer", found.media)}
     told["responses"] = {"200": done, **errors}
     return told
 

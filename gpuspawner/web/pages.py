@@ -65,6 +65,9 @@ class Page(ServiceHandler):
     paused: Closure | None = None
     """Why granting is paused, which every page shows; None if it is not."""
 
+    has_frame = False
+    """True if a document of the service stands in a frame of the page."""
+
     reads_pause = True
     """True if :meth:`prepare` reads ``paused``. Other pages set it with their own data."""
 
@@ -115,7 +118,8 @@ class Page(ServiceHandler):
             user=self.user if is_known else "",
             admin=is_known and self.admin,
         )
-        self.set_header("Content-Security-Policy", policy)
+        framed = "; frame-src 'self'" if self.has_frame else ""
+        self.set_header("Content-Security-Policy", policy + framed)
         self.finish(html)
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:

@@ -174,6 +174,8 @@ SERVICE: dict[str, tuple[tuple[str, str], ...]] = {
     "leases/([0-9a-f]{1,64})/restart": ((MEMBER, "leases/{lease}/restart"),),
     "leases/([0-9a-f]{1,64})/refund": ((ADMIN, "leases/{past}/refund"),),
     "runs": ((MEMBER, "runs"), (ADMIN, "runs?all=1"), (NEW, "runs")),
+    "runs/([0-9a-z-]{1,64})": ((MEMBER, "runs/{run}"), (ADMIN, "runs/{run}")),
+    "runs/([0-9a-z-]{1,64})/again": ((MEMBER, "runs/{run}/again"),),
     "runs/([0-9a-z-]{1,64})/stop": ((MEMBER, "runs/{run}/stop"),),
     "payer": ((MEMBER, "payer"),),
     "statement": ((MEMBER, "statement"),),
@@ -224,6 +226,7 @@ HUB: dict[str, tuple[tuple[str, str], ...]] = {
 NETWORK_CHANGED = "net::ERR_NETWORK_CHANGED"
 
 NO_PAGES = {"oauth_callback", "metrics", "cluster/live", r"catalog\.schema\.json"}
+NO_PAGES |= {"runs/([0-9a-z-]{1,64})/output"}  # what stands in the frame of a run's page
 NO_HUB_PAGES = {
     r"/environments/-/live": "JSON",
     r"/catalog/-/updates": "JSON",

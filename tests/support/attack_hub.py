@@ -211,6 +211,7 @@ class AttackHub(GPUHub):
             "accounts": f"member:{VICTIM}",
             "catalog": "small",
             "devices": self.devices[0],
+            "files": "run.log",
             "folders": self.plans,
             "leases": self.lease,
             "members": VICTIM,

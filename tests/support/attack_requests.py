@@ -114,6 +114,7 @@ RIGHT = {
     "POST api/runs/-/quote": Right(OWNER, {"options": SMALL}),
     "DELETE api/runs/{run}": Right(OWNER),
     "POST runs/{run}/stop": Right(OWNER, YES),
+    "POST runs/{run}/again": Right(OWNER, {**YES, "title": "again", "command": "true"}),
     "POST members": Right(ADMIN, {**YES, "lines": "name\n{new}"}),
     "POST members/{entry}/end": Right(ADMIN, YES),
     "POST api/catalog/small/update": Right(ADMIN, {"digest": f"sha256:{'0' * 64}"}),
@@ -259,7 +260,7 @@ class Requests:
             self._settle()
         if re.match("(api/)?workspaces/", call.path):
             wait_for(self._jobs_ended, "the end of what it began")
-        if call.path == "api/runs":
+        if call.path == "api/runs" or call.path.endswith("/again"):
             wait_for(self._runs_ended, "the end of what it began")
         return _changed(call, answer), tells
 

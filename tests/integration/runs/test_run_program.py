@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,71 @@ def test_notebook_gets_parameters_and_keeps_finished_cells(tmp_path: Path) -> No
     assert status == 1 and said.endswith("\ncell 4: ZeroDivisionError: division by zero\n")
     assert "[3, 'x']\n" in outputs(tmp_path / "runs/one/output.ipynb")
     assert "never" not in outputs(tmp_path / "runs/one/output.ipynb")
+
+
+def recorded(workspace: Path) -> dict[str, Any]:
+    file = workspace / "runs/one/run.json"
+    told: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return told
+
+
+def test_record_says_which_cell_is_executed(tmp_path: Path) -> None:
+    waits = "import os, time\nwhile not os.path.exists({!r}): time.sleep(0.05)"
+    cells = [waits.format(f"go{number}") for number in (1, 2)]
+    notebook(tmp_path / "a.ipynb", "seed = 1", *cells, "print(seed)")
+    process = start(tmp_path, notebook="a.ipynb", parameters={"seed": 2})
+
+    def executes(number: int) -> bool:
+        return [recorded(tmp_path).get(name) for name in ("cell", "cells")] == [number, 5]
+
+    for number in (3, 4):  # after the tagged cell and the one that papermill adds
+        wait_for(partial(executes, number), f"cell {number}", timeout=60)
+        (tmp_path / f"go{number - 2}").touch()
+    process.communicate(timeout=60)
+    assert recorded(tmp_path)["cell"] == 5 and recorded(tmp_path)["exit_status"] == 0
+    assert {"input.ipynb", "output.ipynb", "run.log"} <= {
+        each["path"] for each in recorded(tmp_path)["files"]
+    }
+
+
+def test_notebook_runs_from_its_snapshot(tmp_path: Path) -> None:
+    """Also when it begins again after an interruption, and the original has changed."""
+    notebook(tmp_path / "a.ipynb", "seed = 1", "print('first')")
+    carried_out(tmp_path, notebook="a.ipynb")
+    notebook(tmp_path / "a.ipynb", "seed = 1", "print('edited')")
+    assert carried_out(tmp_path, notebook="a.ipynb")[0] == 0
+    assert "first\n" in outputs(tmp_path / "runs/one/output.ipynb")
+
+
+def test_missing_notebook_is_told(tmp_path: Path) -> None:
+    status, said = carried_out(tmp_path, notebook="a.ipynb")
+    assert (status, said) == (127, f"{tmp_path}/a.ipynb cannot start: No such file or directory\n")
+
+
+def test_regular_files_of_the_folder_are_listed(tmp_path: Path) -> None:
+    program = (
+        "import os; os.chdir(os.environ['GPUSPAWNER_RUN_FOLDER'])\n"
+        "os.makedirs('out/.kept'); open('out/.kept/x', 'w'); open('.x', 'w')\n"
+        "os.symlink('/etc', 'link'); os.mkfifo('pipe'); open('out/b', 'w').write('four')\n"
+        "for n in range(1100): open(f'out/n{n:04}', 'w')"
+    )
+    assert carried_out(tmp_path, command=python(program)) == (0, "")
+    files = recorded(tmp_path)["files"]
+    assert files[1:4] == [
+        {"path": "run.log", "size": 0},
+        {"path": "out/b", "size": 4},
+        {"path": "out/n0000", "size": 0},
+    ]
+    assert len(files) == run_program.MOST_FILES
+
+
+def test_stopped_run_has_a_record(tmp_path: Path) -> None:
+    process = start(tmp_path, command=python("open('new', 'w'); import time; time.sleep(60)"))
+    wait_for((tmp_path / "new").exists, "its file")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    told = recorded(tmp_path)
+    assert told["exit_status"] == run_program.INTERRUPTED and told["started_at"]
 
 
 def test_killed_notebook_has_every_finished_cell(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ NOTHING = {
     "accounts": "member:ada",
     "catalog": "small",
     "devices": "GPU-0",
+    "files": "run.log",
     "folders": "0" * 16,
     "leases": "0" * 32,
     "members": "nobody",

@@ -24,6 +24,7 @@ EXAMPLES = {
     "account": "member:ada",
     "device": "GPU-0",
     "environment": "pytorch-2",
+    "file": "out/model.pt",
     "folder": "0" * 16,
     "lease": "ab12",
     "rate": "7",

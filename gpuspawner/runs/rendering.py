@@ -1,0 +1,83 @@
+"""A notebook as HTML, made by nbconvert in a process of its own.
+
+A member wrote the notebook. What hangs or takes all memory while it is converted is only this file,
+run as a program with the notebook as its input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import sys
+from contextlib import suppress
+
+LARGEST = 20 << 20
+"""Bytes of a notebook."""
+LARGEST_HTML = 100 << 20
+SECONDS = 60
+MEMORY_BYTES = 2 << 30
+
+AT_ONCE = asyncio.Semaphore(2)
+
+TEMPLATE = """
+{%- extends "lab/index.html.j2" -%}
+{%- block html_head_js -%}{%- endblock -%}
+{%- block jupyter_widgets -%}{%- endblock -%}
+{%- block html_head_js_mathjax -%}{%- endblock -%}
+{%- block html_head_js_mermaidjs -%}{%- endblock -%}
+"""
+"""nbconvert's own, without what it loads from elsewhere: scripts do not run."""
+
+
+class NotRendered(Exception):
+    """A file is no notebook, or too much of one."""
+
+
+async def render(notebook: bytes) -> bytes:
+    """Return a notebook as HTML, with what its member wrote. Raises NotRendered."""
+    async with AT_ONCE:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-I",  # nothing of the working directory or the environment
+            __file__,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={"PATH": os.defpath, "HOME": "/nonexistent"},
+        )
+        try:
+            html, _ = await asyncio.wait_for(process.communicate(notebook), SECONDS)
+        except asyncio.TimeoutError:
+            raise NotRendered from None
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if process.returncode or not html:
+        raise NotRendered
+    return html
+
+
+def main() -> int:
+    """Convert the notebook in the standard input; the exit status is 1 if that fails."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    # After the limits, which hold for them, too. They would take a second of the service's start.
+    import nbformat
+    from jinja2 import DictLoader
+    from nbconvert.exporters import HTMLExporter
+
+    notebook = nbformat.reads(sys.stdin.buffer.read().decode(), as_version=4)
+    ours = DictLoader({"run.html.j2": TEMPLATE})
+    exporter = HTMLExporter(extra_loaders=[ours], template_file="run.html.j2")
+    html, _ = exporter.from_notebook_node(notebook)
+    encoded = html.encode(errors="replace")
+    if len(encoded) > LARGEST_HTML:
+        return 1
+    sys.stdout.buffer.write(encoded)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

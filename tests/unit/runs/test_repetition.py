@@ -1,0 +1,85 @@
+"""The form that runs something again, and what is shown of a log."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+
+from gpuspawner.core.errors import InvalidRequest
+from gpuspawner.runs.models import Run, Work
+from gpuspawner.runs.repetition import Repetition, parsed, shown
+from gpuspawner.runs.run_page import readable
+
+NOW = datetime(2026, 11, 28, tzinfo=timezone.utc)
+
+
+def run(**work: Any) -> Run:
+    options = {"gpus": 1, "hours": 1.5, "environment": "torch", "shown_at": "then"}
+    return Run(
+        id="one-1", user="ada", title="one", work=Work(**work), options=options, created_at=NOW
+    )
+
+
+NOTEBOOK = run(notebook="runs/x/input.ipynb", parameters={"seed": 1, "name": "5"}, directory="a")
+COMMAND = run(command=("python3", "a b.py", "it's", ""))
+
+
+@pytest.mark.parametrize(
+    "value", [1, 1.5, True, None, "", "text", "5", "true", '"', [1, "x"], {"a": "é"}, "a\nb"]
+)
+def test_shown_value_is_read_as_it_was(value: object) -> None:
+    assert parsed(shown(value)) == value and type(parsed(shown(value))) is type(value)
+
+
+@pytest.mark.parametrize("one", [NOTEBOOK, COMMAND])
+def test_unchanged_form_submits_the_same(one: Run) -> None:
+    form = Repetition.typed(lambda name: Repetition.of_run(one).as_fields().get(name, ""))
+    body = form.body(one, "key-1")
+    assert (body.command, body.parameters) == (one.work.command, one.work.parameters)
+    assert (body.notebook, body.directory) == (one.work.notebook, one.work.directory)
+    assert body.options == {"gpus": 1, "hours": 1.5, "environment": "torch"}
+    assert body.key == "key-1"
+
+
+def test_empty_fields_mean_the_usual_values() -> None:
+    form = Repetition("one", "", (), "", "")
+    assert form.body(NOTEBOOK, "").options == {"environment": "torch"}
+
+
+@pytest.mark.parametrize(
+    ("one", "field", "typed", "sentence"),
+    [
+        (COMMAND, "command", "echo 'a", "a quotation mark has no partner"),
+        (COMMAND, "command", " ", "is empty"),
+        (COMMAND, "gpus", "one", "is 'one': write a whole number"),
+        (COMMAND, "gpus", "-1", "write a whole number"),
+        (COMMAND, "hours", "nan", "is 'nan': write hours"),
+        (COMMAND, "hours", "0", "write hours"),
+        (NOTEBOOK, "name1", "a b", "'a b' is no name of a parameter"),
+        (NOTEBOOK, "name1", "seed", "The parameter seed is given twice."),
+    ],
+)
+def test_bad_value_is_told(one: Run, field: str, typed: str, sentence: str) -> None:
+    fields = {**Repetition.of_run(one).as_fields(), field: typed}
+    with pytest.raises(InvalidRequest) as refused:
+        Repetition.typed(lambda name: fields.get(name, "")).body(one, "")
+    assert sentence in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        (b"a\nb\n", "a\nb\n"),
+        (b"a\r\nb\r\n", "a\nb\n"),
+        (b"10 %\r20 %\rdone\nb", "done\nb"),
+        (b"10 %\r", "10 %"),
+        (b"\x1b[1;31mred\x1b[0m\x07", "red"),
+        (b"\xff<b>", "\N{REPLACEMENT CHARACTER}<b>"),
+        (b"x" * 300_000 + b"\r", "x" * 300_000),
+        (b"\x1b[" + b"0" * 300_000, "[" + "0" * 300_000),
+    ],
+)
+def test_log_is_shown_as_a_terminal_would(printed: bytes, expected: str) -> None:
+    assert readable(printed) == expected
