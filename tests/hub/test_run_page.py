@@ -133,7 +133,9 @@ def test_artifacts_are_listed_and_downloaded(hub: GPUHub, member: str, folder: P
     hub.browser_of(ADMIN)
     assert hub.call(ADMIN, "GET", f"runs/{run['id']}/files").json()["files"] == listed
     containers = hub.engine.client.containers(all=True, filters={"label": "gpuspawner.files"})
-    assert len(containers) <= 1, "the download's own is gone"
+    source = str(workspace(folder, member))
+    mounts = [some for some in containers if some["Mounts"][0]["Source"] == source]
+    assert len(mounts) <= 1, "the download's own is gone"
 
 
 def notebook(*cells: str) -> str:
