@@ -83,6 +83,9 @@ class RunDetails:
     exit_status: int | None
     lease: str | None
     charged: Decimal
+    cell: int | None
+    """The cell that its notebook executes: of a run that was asked for alone."""
+    cells: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
