@@ -11,8 +11,8 @@ from typing import Any
 
 from ..core.errors import InvalidRequest
 from ..web.fields import invalid
-from .models import Run
-from .schemas import RunBody
+from .models import FollowedRun, Run
+from .schemas import INPUT_NAME, RunBody
 
 MOST_PARAMETERS = 100
 
@@ -59,11 +59,14 @@ class Repetition:
             told |= {f"name{number}": name, f"value{number}": value}
         return told | {"gpus": self.gpus, "hours": self.hours}
 
-    def body(self, run: Run, key: str) -> RunBody:
+    def body(self, followed: FollowedRun, key: str) -> RunBody:
         """Return the submission of a new run, like another one but for this.
 
-        Raises InvalidRequest with a sentence that names the field.
+        Its notebook is the copy that the other one made when it began. Raises InvalidRequest with a sentence that names the field.
         """
+        run, lease = followed.run, followed.lease
+        has_copy = lease is not None and lease.started_at is not None
+        notebook = f"{run.work.folder}/{INPUT_NAME}" if has_copy else run.work.notebook
         named = [name for name, _ in self.parameters]
         for name, _ in self.parameters:
             if not name.isidentifier():
@@ -75,7 +78,7 @@ class Repetition:
                 raise InvalidRequest(f"The parameter {name} is given twice.", field="parameters")
         sent: dict[str, Any] = {
             "title": self.title,
-            "notebook": run.work.notebook,
+            "notebook": notebook if run.work.notebook else "",
             "parameters": {name: parsed(value) for name, value in self.parameters},
             "command": self._words() if run.work.command else [],
             "directory": run.work.directory,

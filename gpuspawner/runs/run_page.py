@@ -103,7 +103,7 @@ class RunAgainPage(RunPage):
             raise web.HTTPError(403)
         typed = Repetition.typed(self.field)
         try:
-            sent = typed.body(run, self.key)
+            sent = typed.body(followed, self.key)
             if self.confirmed:
                 self.go(f"runs/{await submit(self, sent, again=True)}")
                 return

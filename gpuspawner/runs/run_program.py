@@ -163,9 +163,9 @@ def _carry_out(
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(YIELD, signal.SIG_IGN)
     try:
+        command = command or _notebook_command(work, home, folder)
         if not work["command"] and importlib.util.find_spec("papermill") is None:
             raise OSError(0, "the image lacks papermill, which gpuspawner-lab installs")
-        command = command or _notebook_command(work, home, folder)
         process = subprocess.Popen(
             command,
             cwd=home / work["directory"],

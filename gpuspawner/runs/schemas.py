@@ -32,7 +32,8 @@ LONGEST_COMMAND = 32 * 1024
 """Characters of a command, with its arguments."""
 LONGEST_TITLE = 100
 
-INPUT = re.compile(r"(?P<folder>runs/[^/]+)/input\.ipynb")
+INPUT_NAME = "input.ipynb"
+INPUT = re.compile(rf"(?P<folder>runs/[^/]+)/{re.escape(INPUT_NAME)}")
 """A notebook that its member's program has copied into the folder of its run."""
 
 _PATH = re.compile(r"(?!/)(?!.*(?:^|/)\.\.(?:/|$))[^\x00]{1,500}")

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
 import pytest
 
 from gpuspawner.core.errors import InvalidRequest
-from gpuspawner.runs.models import Run, Work
+from gpuspawner.runs.models import FollowedRun, Run, Work
 from gpuspawner.runs.repetition import Repetition, parsed, shown
 from gpuspawner.runs.run_page import readable
+from tests.support.leases import lease_of
 
 NOW = datetime(2026, 11, 28, tzinfo=timezone.utc)
 
 
-def run(**work: Any) -> Run:
+def run(**work: Any) -> FollowedRun:
     options = {"gpus": 1, "hours": 1.5, "environment": "torch", "shown_at": "then"}
-    return Run(
-        id="one-1", user="ada", title="one", work=Work(**work), options=options, created_at=NOW
+    made = Run(
+        id="one-1",
+        user="ada",
+        title="one",
+        work=Work(folder="runs/y", **work),
+        options=options,
+        created_at=NOW,
     )
+    return FollowedRun(made, lease_of("ada", started_at=NOW))
 
 
-NOTEBOOK = run(notebook="runs/x/input.ipynb", parameters={"seed": 1, "name": "5"}, directory="a")
+NOTEBOOK = run(notebook="study.ipynb", parameters={"seed": 1, "name": "5"}, directory="a")
 COMMAND = run(command=("python3", "a b.py", "it's", ""))
 
 
@@ -34,13 +42,20 @@ def test_shown_value_is_read_as_it_was(value: object) -> None:
 
 
 @pytest.mark.parametrize("one", [NOTEBOOK, COMMAND])
-def test_unchanged_form_submits_the_same(one: Run) -> None:
-    form = Repetition.typed(lambda name: Repetition.of_run(one).as_fields().get(name, ""))
+def test_unchanged_form_submits_the_same(one: FollowedRun) -> None:
+    form = Repetition.typed(lambda name: Repetition.of_run(one.run).as_fields().get(name, ""))
     body = form.body(one, "key-1")
-    assert (body.command, body.parameters) == (one.work.command, one.work.parameters)
-    assert (body.notebook, body.directory) == (one.work.notebook, one.work.directory)
+    work = one.run.work
+    assert (body.command, body.parameters) == (work.command, work.parameters)
+    assert body.notebook == ("runs/y/input.ipynb" if work.notebook else "")
+    assert body.directory == work.directory
     assert body.options == {"gpus": 1, "hours": 1.5, "environment": "torch"}
     assert body.key == "key-1"
+
+
+def test_run_that_never_began_has_no_copy_of_its_notebook() -> None:
+    waits = replace(NOTEBOOK, lease=None)
+    assert Repetition.of_run(waits.run).body(waits, "").notebook == "study.ipynb"
 
 
 def test_empty_fields_mean_the_usual_values() -> None:
@@ -61,8 +76,8 @@ def test_empty_fields_mean_the_usual_values() -> None:
         (NOTEBOOK, "name1", "seed", "The parameter seed is given twice."),
     ],
 )
-def test_bad_value_is_told(one: Run, field: str, typed: str, sentence: str) -> None:
-    fields = {**Repetition.of_run(one).as_fields(), field: typed}
+def test_bad_value_is_told(one: FollowedRun, field: str, typed: str, sentence: str) -> None:
+    fields = {**Repetition.of_run(one.run).as_fields(), field: typed}
     with pytest.raises(InvalidRequest) as refused:
         Repetition.typed(lambda name: fields.get(name, "")).body(one, "")
     assert sentence in refused.value.message
