@@ -62,7 +62,8 @@ class Repetition:
     def body(self, followed: FollowedRun, key: str) -> RunBody:
         """Return the submission of a new run, like another one but for this.
 
-        Its notebook is the copy that the other one made when it began. Raises InvalidRequest with a sentence that names the field.
+        Its notebook is the copy that the other one made when it began. Raises InvalidRequest with
+        a sentence that names the field.
         """
         run, lease = followed.run, followed.lease
         has_copy = lease is not None and lease.started_at is not None
