@@ -25,6 +25,9 @@ T = TypeVar("T")
 MOST_AT_ONCE = 1 << 20
 """Bytes of a log in one answer, and in one part of a stream."""
 
+RECORD_PATIENCE = 3.0
+"""Seconds to wait for how far a notebook is: all else is known without the engine."""
+
 PAUSE = 1.0
 """Seconds between two looks at a log that is followed."""
 
@@ -68,8 +71,8 @@ async def record_of(handler: ServiceHandler, followed: FollowedRun) -> RunRecord
     """Return what a run recorded about itself; nothing if that cannot be read now."""
     try:
         files = files_of(handler)
-        return await files.call(files.record, followed)
-    except GPUSpawnerError:
+        return await asyncio.wait_for(files.call(files.record, followed), RECORD_PATIENCE)
+    except (GPUSpawnerError, asyncio.TimeoutError):
         return RunRecord()
 
 

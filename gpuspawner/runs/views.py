@@ -28,8 +28,8 @@ from .schemas import LONGEST_TITLE, QuoteAnswer, QuoteBody, RunAnswer, RunBody, 
 SHOWN = 50
 """Runs on a page."""
 
-MOST_RECORDS, RECORDS_SECONDS = 10, 3.0
-"""How many notebooks that run are asked how far they are, and how long that may take."""
+MOST_RECORDS = 10
+"""How many notebooks that run are asked how far they are, on a page."""
 
 COLOURS = {**dict.fromkeys((state.value for state in RunState), ""), "waiting": "granted"}
 COLOURS |= {"starting": "granted", "running": "running", "failed": "unknown"}
@@ -163,14 +163,11 @@ class RunsPage(FormPage):
         )
 
     async def _with_progress(self, found: Sequence[RunFigures]) -> list[RunFigures]:
-        """Return runs with how far their notebooks are: of a few, and if that is soon known."""
+        """Return runs with how far their notebooks are, of the newest few."""
         going_on = [some.followed for some in found if executes_notebook(some.followed)]
-        asked = [asyncio.ensure_future(record_of(self, x)) for x in going_on[:MOST_RECORDS]]
-        if asked:
-            await asyncio.wait(asked, timeout=RECORDS_SECONDS)
-        told = {
-            x.run.id: each.result() for x, each in zip(going_on, asked, strict=False) if each.done()
-        }
+        asked = going_on[:MOST_RECORDS]
+        records = await asyncio.gather(*(record_of(self, followed) for followed in asked))
+        told = {x.run.id: record for x, record in zip(asked, records, strict=True)}
         return [replace(some, record=told.get(some.followed.run.id)) for some in found]
 
 
