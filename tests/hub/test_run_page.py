@@ -256,7 +256,7 @@ def test_run_is_run_again_with_other_parameters(
         page.goto(f"{hub.url}/services/gpu/runs/{first['id']}")
         again.get_by_label(field).fill(bad)
         again.get_by_role("button").click()
-        if page.get_by_role("button", name="Submit run").count():
+        if bad == "64":  # only the hub knows that
             page.get_by_role("button", name="Submit run").click()
         assert sentence in page.locator("[role=alert]").inner_text()
         assert again.get_by_label(field).input_value() == bad, "as it was typed"
