@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from ..core.errors import EngineUnavailable, SlurmUnavailable
 from ..engines.base import LABEL_LEASE
 from ..engines.docker import DockerEngine, sighting_of
+from ..engines.files import MountedWorkspace
 from ..leases.models import Lease, LeaseState, Sighting
 from .cluster import Node
 from .images import MOST_AT_ONCE, QUICK, connector
@@ -123,6 +125,20 @@ class SlurmEngine:
         node, _ = self._where.get(ref, ("", ""))
         if node:
             self._engines[node].signal(ref, name)
+
+    def mount_workspace(self, source: str) -> MountedWorkspace:
+        """Return a directory that all nodes share, readable by the first node that answers."""
+        for name in self._quick:
+            if name not in self._away:
+                with suppress(EngineUnavailable):
+                    return self._quick[name].mount_workspace(source)
+        raise EngineUnavailable()
+
+    def remove_leftovers(self) -> None:
+        """Remove the containers with which a killed process read files."""
+        for engine in self._quick.values():
+            with suppress(EngineUnavailable):
+                engine.remove_leftovers()
 
     # Helpers.
 

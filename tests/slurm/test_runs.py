@@ -42,9 +42,10 @@ def hub(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[SlurmHub]:
     shared_cluster.load_images(engine, BASE)
-    with SlurmHub(
-        tmp_path_factory.mktemp("runs") / "hub", shared_cluster, environments=ENVIRONMENTS
-    ) as hub:
+    folder = tmp_path_factory.mktemp("runs")
+    folder.chmod(0o755)
+    config = f'c.GPUDockerSpawner.workspace = "{folder}/work-{{raw_username}}"'
+    with SlurmHub(folder / "hub", shared_cluster, config, environments=ENVIRONMENTS) as hub:
         yield hub
 
 
@@ -76,6 +77,8 @@ def test_run_ends_with_its_program(hub: SlurmHub, member: str, status: int, stat
     run = in_state(hub, member, run_id, "done", "failed", "stopped")
     assert (run["state"], run["exit_status"]) == (state, status)
     assert run["reason"].endswith("" if state == "done" else "Its last line: the end")
+    log = hub.call(member, "GET", f"runs/{run_id}/log")
+    assert (log.status_code, log.text) == (200, "the end\n")
     lease = lease_of(hub, run_id)
     assert lease.state is LeaseState.ENDED and lease.charged
     said = hub.cluster.run(
