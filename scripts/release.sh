@@ -91,7 +91,7 @@ try_lab() {
     "$venv/bin/gpuspawner-run" --help
     "$venv/bin/jupyter" labextension list 2>&1 | grep "gpuspawner .*enabled.*OK.*(python, gpuspawner-lab)"
     "$venv/bin/jupyter" server extension list 2>&1 | tee "$work/extensions"
-    [ "$(grep -c "gpuspawner_.*OK" "$work/extensions")" -eq 3 ]
+    [ "$(grep -c "gpuspawner_.*OK" "$work/extensions")" -eq 4 ]
 }
 for number in "${tried[@]}"; do
     say "trying gpuspawner and gpuspawner-lab with Python $number"

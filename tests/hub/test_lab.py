@@ -187,6 +187,13 @@ def test_admin_server_token_has_no_admin_rights(hub: PayingHub, lease: Lease) ->
     hub.stop_server(ADMIN)
 
 
+def test_hub_without_runs_says_so_and_has_no_button(hub: PayingHub, lease: Lease) -> None:
+    answer = ask(hub, token_of(lease), "runs/-/quote", "POST", by_hub=True)
+    assert (answer.status_code, answer.json()["error"]) == (409, "no_runs")
+    page = hub.get("ada", "lab", timeout=90).text
+    assert '"gpuspawner": "on"' in page and "gpuspawnerRuns" not in page
+
+
 # What members see.
 
 

@@ -6,7 +6,7 @@ import type { Contents } from '@jupyterlab/services';
 import { Widget } from '@lumino/widgets';
 
 import type { ISubmitted } from './answer';
-import { Form, Refusal } from './form';
+import { Form } from './form';
 import { type Session, home } from './session';
 import { make } from './words';
 
@@ -48,8 +48,12 @@ async function finish(app: JupyterFrontEnd, session: Session, panel: NotebookPan
   const { contents, serverSettings } = app.serviceManager;
   const form = new Form(serverSettings, contents.localPath(panel.context.path), session);
   const dialog = new FinishDialog(form);
+  // Before the dialog: JupyterLab itself may have to ask, or to say why it cannot save.
+  if (!(await save(panel))) {
+    return;
+  }
   const closed = dialog.launch();
-  await form.begin(save(panel, contents));
+  await form.begin(isChanged(panel, contents));
   await closed;
   if (!form.submitted) {
     return;
@@ -71,25 +75,38 @@ async function finish(app: JupyterFrontEnd, session: Session, panel: NotebookPan
   await result.launch();
 }
 
-/** Save what was changed. Throws a sentence if that cannot be. */
-async function save({ context }: NotebookPanel, contents: Contents.IManager): Promise<void> {
-  if (!context.model.dirty) {
-    return;
+/** Save what was changed, if it may be. Return false if JupyterLab has told why it was not. */
+async function save({ context }: NotebookPanel): Promise<boolean> {
+  if (!context.model.dirty || isReadOnly(context)) {
+    return true;
   }
-  if (context.contentsModel?.writable === false) {
-    // The kernel alone makes a notebook dirty, by what it says of itself.
-    const saved = await contents.get(context.path, { type: 'notebook', content: true });
-    if (sources(saved.content) !== sources(context.model.toJSON())) {
-      throw new Refusal(
-        'This notebook is read-only, so your changes cannot be saved. Save a copy, and finish that.'
-      );
-    }
-    return;
+  let state = '';
+  const note = (_: unknown, now: string) => {
+    state = now;
+  };
+  context.saveState.connect(note);
+  try {
+    await context.save();
+  } catch {
+    return false; // cancelled
+  } finally {
+    context.saveState.disconnect(note);
   }
-  await context.save();
-  if (context.model.dirty) {
-    throw new Refusal('The notebook was not saved. Save it, and try again.');
+  return state !== 'failed';
+}
+
+/** Return true if a notebook that cannot be saved differs from its file. */
+async function isChanged({ context }: NotebookPanel, contents: Contents.IManager): Promise<boolean> {
+  if (!context.model.dirty || !isReadOnly(context)) {
+    return false;
   }
+  // The kernel alone makes a notebook dirty, by what it says of itself.
+  const saved = await contents.get(context.path, { type: 'notebook', content: true });
+  return sources(saved.content) !== sources(context.model.toJSON());
+}
+
+function isReadOnly(context: NotebookPanel['context']): boolean {
+  return context.contentsModel?.writable === false;
 }
 
 function sources(notebook: unknown): string {

@@ -12,11 +12,16 @@ const EXPLAINED =
   'A copy of the saved notebook runs from the top in a fresh kernel, with GPUs of its own. ' +
   'What is in the memory of this kernel is not taken along.';
 
+const READ_ONLY =
+  'This notebook is read-only, so your changes cannot be saved. Save a copy, and finish that.';
+
+const ASKING = 'Asking for price and start…';
+
 // Milliseconds after the last change until the price is asked again.
 const TYPING = 400;
 
 /** A sentence for the member. */
-export class Refusal extends Error {}
+class Refusal extends Error {}
 
 /**
  * What a run needs: its fields, what they cost, and when it would start.
@@ -58,12 +63,14 @@ export class Form extends Widget {
     return this.stop.checked;
   }
 
-  /** Show the fields, as soon as the notebook is saved. */
-  async begin(saved: Promise<void>): Promise<void> {
-    this.busy = 'Saving the notebook…';
+  /** Show the fields, unless the notebook has changes that cannot be saved. */
+  async begin(changed: Promise<boolean>): Promise<void> {
+    this.busy = ASKING;
     this.tell();
     try {
-      await saved;
+      if (await changed) {
+        throw new Refusal(READ_ONLY);
+      }
       const { quote, parameters } = await this.post<IBegin>('quote', { path: this.path });
       this.quote = quote;
       this.fill(quote, parameters);
@@ -99,7 +106,7 @@ export class Form extends Widget {
   private askSoon(): void {
     window.clearTimeout(this.timer);
     this.asked += 1;
-    this.busy = 'Asking for price and start…';
+    this.busy = ASKING;
     this.said = '';
     this.tell();
     this.timer = window.setTimeout(() => void this.ask(), TYPING);
@@ -236,7 +243,7 @@ function sentence(error: unknown): string {
     return error.message;
   }
   console.error(error);
-  return 'The notebook was not saved. Save it, and try again.';
+  return NOT_RESPONDING;
 }
 
 function row(name: string, field: HTMLElement): HTMLElement {

@@ -338,6 +338,23 @@ def read_only(route: Any) -> None:
     route.fulfill(response=answer, json={**answer.json(), "writable": False})
 
 
+def test_notebook_that_cannot_be_saved_is_not_submitted(page: Page, hub: StandInHub) -> None:
+    """JupyterLab itself says why."""
+
+    def fail(route: Any) -> None:
+        if route.request.method == "PUT":
+            route.fulfill(status=500, json={"message": "No space left on device"})
+        else:
+            route.continue_()
+
+    page.route(re.compile(r"/api/contents/night\.ipynb"), fail)
+    edit(page, "seed = 4")
+    page.get_by_role("button", name="Finish without me").click()
+    expect(page.locator(".jp-Dialog")).to_contain_text("No space left on device")
+    expect(page.locator(".gpuspawner-finish")).to_have_count(0)
+    assert hub.sent("quote") == []
+
+
 def test_command_is_in_the_menus_and_the_palette(page: Page, hub: StandInHub) -> None:
     page.get_by_role("menuitem", name="Run", exact=True).click()
     item = page.locator('.lm-Menu [data-command="gpuspawner:finish"]')
