@@ -86,6 +86,7 @@ class RunDetails:
     cell: int | None
     """The cell that its notebook executes: of a run that was asked for alone."""
     cells: int | None
+    sweep: str | None
 
 
 @dataclass(frozen=True, kw_only=True)

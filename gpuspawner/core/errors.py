@@ -121,6 +121,27 @@ class TooManyRuns(Refused):
     reason = "limit"
 
 
+class SweepTooLarge(Refused):
+    """The sweep has {runs} runs, and {count} of yours wait or run; the maximum is {most}. Make it
+    smaller, or stop others first."""
+
+    reason = "limit"
+
+
+class UnknownSweep(Refused):
+    """There is no sweep {sweep!r}."""
+
+    reason = "unknown_sweep"
+    status_code = 404
+
+
+class NothingFailed(Refused):
+    """No run of this sweep has failed: there is nothing to submit again."""
+
+    reason = "nothing_failed"
+    status_code = 409
+
+
 class NoRuns(Refused):
     """This hub runs no notebooks or commands without a session."""
 

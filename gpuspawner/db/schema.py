@@ -277,6 +277,10 @@ runs = Table(
     Column("exit_code", Integer),
     Column("preemptible", Boolean, nullable=False, default=False, server_default=false()),
     Column("preemptions", Integer, nullable=False, default=0, server_default=text("0")),
+    Column("sweep", Text),
+    Column("at_most", Integer),
+    # When a run of a sweep was allowed to join the queue. Null for others, which need no leave.
+    Column("admitted_at", UTCDateTime),
     CheckConstraint("outcome IN ('', 'done', 'failed', 'stopped')", name="runs_outcome"),
     CheckConstraint("(outcome != '') = (ended_at IS NOT NULL)", name="runs_end"),
 )
@@ -284,6 +288,7 @@ OPEN_RUN = runs.c.ended_at.is_(None)
 _partial("one_run_a_key", literal_column("key != ''"), runs.c.user, runs.c.key, unique=True)
 _partial("open_runs", OPEN_RUN, runs.c.created_at)
 Index("runs_by_user", runs.c.user, runs.c.created_at)
+_partial("runs_by_sweep", runs.c.sweep.is_not(None), runs.c.sweep)
 
 transfers = Table(
     "transfers",

@@ -409,9 +409,14 @@ class Logo(HubPageHandler):
 
 
 PATHS = {
-    "GET": re.compile("leases/[0-9a-f]{1,64}/now|runs(/[0-9a-z-]{1,64}(/log|/files)?)?"),
-    "POST": re.compile("leases/[0-9a-f]{1,64}/(snooze|extend|end)|runs(/-/quote)?"),
-    "DELETE": re.compile("runs/[0-9a-z-]{1,64}"),
+    "GET": re.compile(
+        "leases/[0-9a-f]{1,64}/now|runs(/[0-9a-z-]{1,64}(/log|/files)?)?|sweeps/[0-9a-z-]{1,60}"
+    ),
+    "POST": re.compile(
+        "leases/[0-9a-f]{1,64}/(snooze|extend|end)|(runs|sweeps)(/-/quote)?"
+        "|sweeps/[0-9a-z-]{1,60}/again"
+    ),
+    "DELETE": re.compile("(runs|sweeps)/[0-9a-z-]{1,64}"),
 }
 """Paths of the service that the relay forwards, by method."""
 
@@ -452,7 +457,7 @@ class ServiceRelay(DropsBody, APIHandler):
             raise web.HTTPError(404)
         if self.current_user is None or not self.get_auth_token():
             raise web.HTTPError(403)
-        of_runs = path.startswith("runs")
+        of_runs = path.startswith(("runs", "sweeps"))
         query = f"?{self.request.query}" if of_runs and self.request.query else ""
         if path.endswith("/log") and self.get_query_argument("follow", "") == "1":
             await self._follow(path)

@@ -14,6 +14,7 @@ from tornado import web
 
 from ..core.errors import GPUSpawnerError
 from ..runs.models import Run, Work
+from ..runs.sweeps import SweepRequest
 from ..spawners.runs import RunLauncher
 
 
@@ -55,7 +56,7 @@ class LauncherAPI(_OfService):
         try:
             run = await self.launcher.submit(
                 user,
-                Work(**{**work, "command": tuple(work.get("command", ()))}),
+                _work(work),
                 sent["options"],
                 key=sent["key"],
                 title=sent["title"],
@@ -83,6 +84,26 @@ class QuoteAPI(_OfService):
         self.finish(json.dumps(asdict(found), default=datetime.isoformat))
 
 
+class SweepLauncherAPI(_OfService):
+    """Submits a sweep of a member's, or says what it would cost."""
+
+    async def post(self, quote: str | None = None) -> None:
+        """Check a sweep once like the start of a server; save it, unless a quote is asked for."""
+        sent, user = self.sent_for()
+        works = [(title, _work(work)) for title, work in sent.pop("works")]
+        asked = SweepRequest(works=works, **{k: v for k, v in sent.items() if k != "user"})
+        try:
+            if quote:
+                self.finish(asdict(await self.launcher.quote_sweep(user, asked)))
+                return
+            sweep = await self.launcher.submit_sweep(user, asked)
+        except GPUSpawnerError as error:
+            self.refuse(error)
+            return
+        self.set_status(201)
+        self.finish({"id": sweep})
+
+
 class StartRunsAPI(_OfService):
     """Starts waiting runs."""
 
@@ -91,6 +112,10 @@ class StartRunsAPI(_OfService):
         self.require_service()
         await self.launcher.start_all()
         self.finish({"starting": [_plain(run) for run in self.launcher.starting]})
+
+
+def _work(sent: dict[str, Any]) -> Work:
+    return Work(**{**sent, "command": tuple(sent.get("command", ()))})
 
 
 def _plain(run: Run) -> dict[str, str]:

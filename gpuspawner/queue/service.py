@@ -194,6 +194,16 @@ class QueueService:
         for limit in self.settings.limits_of(ticket.group):
             _must_be_within(limit, ticket)
 
+    def dearest(self, request: Request, terms: Terms) -> tuple[int, int]:
+        """Return the most microcredits per hour that a request can cost now, and their hold."""
+        card = self.prices.all_rates().card(self.clock(), request.environment)
+        with self.line.lock:
+            models = {model_of(kind) for kind in self.line.kinds(request)}
+        rate = max((card.rate_of(model) * request.devices for model in models), default=0)
+        if terms.preemptible:
+            rate = self.prices.preemptible(rate)
+        return rate, ledger_rules.hold_for(rate, self.credits.lead(terms.seconds))
+
     def turns(self, present: frozenset[str]) -> list[str]:
         """Return the tickets whose turn it is, in order; start them with :meth:`start_ticket`.
 

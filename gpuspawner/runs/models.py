@@ -77,6 +77,17 @@ class Run:
     """Why it ended so, as a sentence; empty if it is done. While it is open: its last line."""
     exit_code: int | None = None
     """The exit status of its program; None if it never ended by itself."""
+    sweep: str | None = None
+    """The sweep that it is a part of."""
+    at_most: int | None = None
+    """How many runs of its sweep may wait in the queue or run at once; None for all."""
+    admitted_at: datetime | None = None
+    """When its sweep let it join the queue."""
+
+    @property
+    def is_held_back(self) -> bool:
+        """True if other runs of its sweep come first."""
+        return self.sweep is not None and self.admitted_at is None
 
     @property
     def server(self) -> ServerRef:
@@ -106,7 +117,7 @@ class FollowedRun:
     @property
     def is_to_be_started(self) -> bool:
         """True if it waits, or holds a lease without a container that anybody has seen."""
-        return self.state in (RunState.WAITING, RunState.STARTING)
+        return not self.run.is_held_back and self.state in (RunState.WAITING, RunState.STARTING)
 
     @property
     def state(self) -> RunState:

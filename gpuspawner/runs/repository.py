@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from ..core.errors import UnknownRun
+from ..core.errors import UnknownRun, UnknownSweep
 from ..db.schema import OPEN_LEASE, OPEN_RUN, OPEN_TICKET, leases, runs, tickets
 from ..leases.models import RUN_PREFIX
 from .models import Run, Work
@@ -21,6 +21,7 @@ _FIELDS = tuple(name for name in Run.__dataclass_fields__ if name not in ("work"
 _ALL = sa.select(*(runs.c[name] for name in _FIELDS), runs.c.work, runs.c.options)
 _IN_ORDER = _ALL.order_by(runs.c.created_at, runs.c.id)
 _OPEN = _IN_ORDER.where(OPEN_RUN)
+_HELD_BACK = runs.c.sweep.is_not(None) & runs.c.admitted_at.is_(None)
 _END = (
     sa.update(runs)
     .where(runs.c.id == sa.bindparam("run"), OPEN_RUN)
@@ -74,6 +75,34 @@ def are_active(connection: sa.Connection) -> bool:
     ticket = OPEN_TICKET & tickets.c.server_name.startswith(RUN_PREFIX, autoescape=True)
     active = sa.or_(*(sa.exists().where(each) for each in (OPEN_RUN, lease, ticket)))
     return bool(connection.execute(sa.select(active)).scalar())
+
+
+def of_sweep(connection: sa.Connection, sweep: str) -> list[Run]:
+    """Return the runs of a sweep in their order. Raises UnknownSweep."""
+    found = connection.execute(_ALL.where(runs.c.sweep == sweep).order_by(runs.c.id))
+    if not (found_runs := [_from_row(row) for row in found]):
+        raise UnknownSweep(sweep=sweep)
+    return found_runs
+
+
+def sweeps_held_back(connection: sa.Connection) -> list[str]:
+    """Return the sweeps with runs that have not joined the queue."""
+    held = sa.select(runs.c.sweep).where(OPEN_RUN, _HELD_BACK)
+    return list(connection.execute(held.distinct()).scalars())
+
+
+def admit(connection: sa.Connection, sweep: str, at: datetime) -> None:
+    """Let the next runs of a sweep join the queue, as many as its ``at_most`` leaves room for."""
+    columns = (runs.c.id, runs.c.admitted_at, runs.c.at_most)
+    of_it = sa.select(*columns).where(runs.c.sweep == sweep, OPEN_RUN).order_by(runs.c.id)
+    # Locked, so that two that do this at once do not count the same room twice.
+    found = connection.execute(of_it.with_for_update()).all()
+    held_back = [row.id for row in found if row.admitted_at is None]
+    most = found[0].at_most if found else None
+    room = len(held_back) if most is None else max(0, most - len(found) + len(held_back))
+    if chosen := held_back[:room]:
+        admitted = sa.update(runs).where(runs.c.id.in_(chosen))
+        connection.execute(admitted.values(admitted_at=at))
 
 
 def count_open(connection: sa.Connection, user: str) -> int:

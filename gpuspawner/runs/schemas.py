@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
@@ -26,6 +27,8 @@ from ..web.schemas import (
     written,
 )
 from .models import Work
+from .rules import MOST_OPEN
+from .sweeps import as_text, filled_in
 
 MOST_WORDS = 1000
 LONGEST_COMMAND = 32 * 1024
@@ -69,6 +72,30 @@ NotebookPath = Annotated[
     str, checked(_path), WithJsonSchema({"type": "string", "pattern": "^[^/][^\\u0000]{0,499}$|^$"})
 ]
 JSONObject = Annotated[dict[str, Any], checked(_object), WithJsonSchema({"type": "object"})]
+
+
+def _sets(value: Any, field: str) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list) or not 1 <= len(value) <= MOST_OPEN:
+        raise invalid(field, f"is a list of 1 to {MOST_OPEN} objects: the parameters of each run.")
+    return tuple(_object(each, field) for each in value)
+
+
+def _most(value: Any, field: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_OPEN:
+        raise invalid(field, f"is a whole number from 1 to {MOST_OPEN}.")
+    return value
+
+
+ParameterSets = Annotated[
+    tuple[dict[str, Any], ...],
+    checked(_sets),
+    WithJsonSchema(
+        {"type": "array", "items": {"type": "object"}, "minItems": 1, "maxItems": MOST_OPEN}
+    ),
+]
+Most = Annotated[
+    int, checked(_most), WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MOST_OPEN})
+]
 
 
 class RunBody(Body):
@@ -151,6 +178,39 @@ class QuoteAnswer(Answer):
     latest: Instant | None
 
 
+class SweepBody(RunBody):
+    """Runs of one command or notebook, each with other parameters.
+
+    A command has them in the place of their names in braces, such as ``{lr}``.
+    """
+
+    sets: ParameterSets
+    at_most: Most | None = Field(
+        None, description="How many of them wait in the queue or run at once; null for all."
+    )
+
+    def works(self, title: str, folder: str) -> list[tuple[str, Work]]:
+        """Return the title of each run, and what it does. Raises InvalidRequest."""
+        common = self.model_copy(update={"parameters": {}}).work(folder)
+        found = []
+        for number, varied in enumerate(self.sets, 1):
+            values = {**self.parameters, **varied}
+            work = replace(common, folder=f"{common.folder}-{number:03}")
+            if common.command:
+                work = replace(work, command=filled_in(common.command, values))
+            else:
+                work = replace(work, parameters=values)
+            words = " ".join([title, *(f"{name}={as_text(x)}" for name, x in varied.items())])
+            found.append((words[:LONGEST_TITLE], work))
+        return found
+
+
+class AgainBody(Body):
+    """The runs of a sweep that failed, once more."""
+
+    key: Key = ""
+
+
 class RunAnswer(Answer):
     """A run."""
 
@@ -178,6 +238,7 @@ class RunAnswer(Answer):
         "record.cell", None, description="Of one run: the cell that its notebook executes."
     )
     cells: Count | None = told("record.cells", None)
+    sweep: str | None = told("run.sweep")
 
 
 class RunsAnswer(DatedAnswer):
@@ -196,3 +257,25 @@ class RunFilesAnswer(Answer):
     """The files in a run's folder."""
 
     files: tuple[RunFileAnswer, ...]
+
+
+class SweepAnswer(Answer):
+    """A sweep, with its runs in the order in which they begin."""
+
+    id: str
+    user: str = told("first.user")
+    at_most: Count | None = told("first.at_most")
+    created_at: Instant = told("first.created_at")
+    states: dict[str, Count] = Field(description="How many runs are in each state.")
+    charged: Amount = Field(description="For all its runs, and all that began again.")
+    runs: tuple[RunAnswer, ...]
+
+
+class SweepQuoteAnswer(Answer):
+    """What a sweep costs at most."""
+
+    runs: Count
+    seconds: Count | None = Field(description="The time limit of each run.")
+    rate_per_hour: Amount = told("rate", description="Of one run, on the dearest GPUs that fit.")
+    most: Amount | None = Field(description="Of all runs, if each lasts until its time limit.")
+    hold: Amount = Field(description="What must be there for those that run at once.")

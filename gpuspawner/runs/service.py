@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import sqlalchemy as sa
 
-from ..core.errors import TooManyRuns
+from ..core.errors import SweepTooLarge, TooManyRuns
 from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..leases import repository as leases_repository
@@ -32,6 +32,7 @@ from .rules import (
     sentence,
     was_preempted,
 )
+from .sweeps import Sweep
 
 STOPPED_BY_MEMBER = "its member stopped it"
 
@@ -55,19 +56,59 @@ class RunService:
         Returns the run and True, or the existing run with the same key and False.
         Raises MembershipEnded or TooManyRuns.
         """
+        runs, is_new = self.submit_all([run])
+        return runs[0], is_new
+
+    def submit_all(self, runs: Sequence[Run]) -> tuple[list[Run], bool]:
+        """Save a member's runs, all or none. Of a sweep, the first one has the key.
+
+        Returns the runs and True, or the existing run or sweep with the same key and False.
+        Raises MembershipEnded, TooManyRuns or SweepTooLarge.
+        """
+        first = runs[0]
         with self.store.write() as connection:
-            require_member(connection, run.user)
-            count = repository.count_open(connection, run.user)
-            known = repository.of_key(connection, run.user, run.key) if run.key else None
-            if known is None and count >= MOST_OPEN:
+            require_member(connection, first.user)
+            count = repository.count_open(connection, first.user)
+            known = repository.of_key(connection, first.user, first.key) if first.key else None
+            if known is None and count + len(runs) > MOST_OPEN:
+                if len(runs) > 1:
+                    raise SweepTooLarge(runs=len(runs), count=count, most=MOST_OPEN)
                 raise TooManyRuns(count=count, most=MOST_OPEN)
-            if not repository.insert(connection, run):
-                known = repository.of_key(connection, run.user, run.key)
+            if not repository.insert(connection, first):
+                known = repository.of_key(connection, first.user, first.key)
                 if known is None:
-                    raise RuntimeError(f"the key of run {run.id} is taken by no run")
-                return known, False
-        self.log.info("Run %s of %s: submitted", run.id, run.user)
-        return run, True
+                    raise RuntimeError(f"the key of run {first.id} is taken by no run")
+                if known.sweep is None:
+                    return [known], False
+                return repository.of_sweep(connection, known.sweep), False
+            for run in runs[1:]:
+                repository.insert(connection, run)
+            if first.sweep is not None:
+                repository.admit(connection, first.sweep, self.clock())
+        for run in runs:
+            self.log.info("Run %s of %s: submitted", run.id, run.user)
+        return list(runs), True
+
+    def admit(self) -> None:
+        """Let runs of sweeps join the queue in the place of those that have ended."""
+        for sweep in self.store.run(repository.sweeps_held_back):
+            now = self.clock()
+            with self.store.write() as connection:
+                repository.admit(connection, sweep, now)
+
+    def sweep(self, sweep_id: str) -> Sweep:
+        """Return a sweep with its runs. Raises UnknownSweep."""
+        with self.store.read() as connection:
+            runs = repository.of_sweep(connection, sweep_id)
+            leases = leases_repository.of_servers(connection, [run.server for run in runs])
+            charged = sum(lease.charged for lease in leases)
+            return Sweep(sweep_id, tuple(_followed(connection, runs)), charged)
+
+    def stop_sweep(self, sweep_id: str, *, actor: str) -> Sweep:
+        """Stop all runs of a sweep; those that were not to begin yet first. Raises UnknownSweep."""
+        for followed in reversed(self.sweep(sweep_id).runs):
+            self.stop(followed.run.id, actor=actor)
+        return self.sweep(sweep_id)
 
     def of_key(self, user: str, key: str) -> Run | None:
         """Return a member's run with this idempotency key, or None."""

@@ -123,6 +123,14 @@ class HubClient:
         """Return what a member's run would cost. Raises RefusedByHub or Unavailable."""
         return await self._ask_launcher("/quote", {"user": user, **fields})
 
+    async def submit_sweep(self, user: str, fields: Mapping[str, Any]) -> str:
+        """Submit a member's sweep, and return its id. Raises RefusedByHub or Unavailable."""
+        return str((await self._ask_launcher("/sweep", {"user": user, **fields}))["id"])
+
+    async def quote_sweep(self, user: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a member's sweep costs at most. Raises RefusedByHub or Unavailable."""
+        return await self._ask_launcher("/sweep/quote", {"user": user, **fields})
+
     async def _ask_launcher(self, path: str, sent: Mapping[str, Any]) -> dict[str, Any]:
         path = f"/gpuspawner/launcher{path}"
         try:

@@ -19,15 +19,17 @@ from jupyterhub.utils import maybe_future
 
 from ..core.errors import (
     GPUSpawnerError,
+    InvalidRequest,
     MemberGone,
     NoDeviceFree,
     NoRuns,
     TicketEnded,
     Unavailable,
 )
-from ..leases.models import LeaseState
+from ..leases.models import LeaseState, Request, Terms
 from ..runs.models import FollowedRun, Run, Work
 from ..runs.rules import slug_of
+from ..runs.sweeps import SweepPrice, SweepRequest
 from ..services import Services, hub_services
 from .mixin import GPUSpawnerMixin
 from .progress import FailedSpawn
@@ -35,11 +37,11 @@ from .quotes import QuoteQuestion, RunQuote, quote_of
 
 KEY = "gpuspawner_runs"
 
-TRY_AGAIN = 10.0
-"""Seconds between two tries to start one preemptible run."""
-
 OF_ONE_START = ("wait", "shown_at")
 """Options that a run does not take from a session."""
+
+TRY_AGAIN = 10.0
+"""Seconds between two tries to start one preemptible run."""
 
 
 class RunLauncher:
@@ -50,6 +52,7 @@ class RunLauncher:
         self.services = services
         self.log: logging.Logger = settings["log"]
         self._starting: dict[str, tuple[Run, asyncio.Task[None]]] = {}
+        self._round = asyncio.Lock()
         self._tried: dict[str, float] = {}
         """When preemptible runs that were tried may be tried again, by the monotonic clock."""
 
@@ -87,17 +90,39 @@ class RunLauncher:
             created_at=self.services.clock(),
             **fields,
         )
-        spawner = await self._ready_spawner(user, run)
-        environment, request = spawner.resolve_options()
-        terms = spawner.terms(environment, request)
-        engine = spawner.engine_for(request)
-        possible = self.services.queue.require_possible
-        await self.services.run(possible, run.server, request, engine=engine, terms=terms)
+        _, terms = await self._require_possible(user, run)
         run = replace(run, options=dict(terms.options))
         run, is_new = await self.services.run(self.services.runs.submit, run)
         if is_new and not run.preemptible:
             self._follow(run)
         return run
+
+    async def submit_sweep(self, user: User, asked: SweepRequest) -> str:
+        """Check a sweep once like the start of a server, and save its runs, all or none.
+
+        Returns its id. Raises Refused with a sentence for the member; then nothing was saved.
+        """
+        runs = asked.runs(user.name, secrets.token_hex(4), self.services.clock())
+        known = await self.services.run(self.services.runs.of_key, user.name, asked.key)
+        if known is None:
+            _, terms = await self._require_possible(user, runs[0])
+            runs = [replace(run, options=dict(terms.options)) for run in runs]
+            saved, _ = await self.services.run(self.services.runs.submit_all, runs)
+            known = saved[0]
+        if known.sweep is None:
+            raise InvalidRequest(
+                f"The key {asked.key!r} belongs to the run {known.id}, which is no sweep.",
+                field="key",
+            )
+        await self.start_all()
+        return known.sweep
+
+    async def quote_sweep(self, user: User, asked: SweepRequest) -> SweepPrice:
+        """Return what a sweep costs at most. Raises Refused for one that cannot be submitted."""
+        run, *_ = asked.runs(user.name, "quote", self.services.clock())
+        request, terms = await self._require_possible(user, run)
+        rate, hold = await self.services.run(self.services.queue.dearest, request, terms)
+        return asked.price(terms.seconds, rate, hold)
 
     async def quote(self, user: User, options: Mapping[str, Any], server: str | None) -> RunQuote:
         """Return what a run with these options would cost, and when it would start.
@@ -128,16 +153,28 @@ class RunLauncher:
 
     async def start_all(self) -> None:
         """Start a task for each waiting run that has none, such as after a restart of the hub."""
-        followed = await self.services.run(self.services.runs.open_runs)
-        starting = [each.run for each in followed if self._is_to_be_started(each)]
-        for run in starting:
-            if not run.preemptible:
-                self._follow(run)
-        if waiting := [run for run in starting if run.preemptible]:
-            await self._fill(waiting, followed)
+        async with self._round:
+            await self.services.run(self.services.runs.admit)
+            # One that starts during the query may be done before its answer, which is older.
+            busy = set(self._starting)
+            followed = await self.services.run(self.services.runs.open_runs)
+            busy |= self._starting.keys()
+            to_start = [x.run for x in followed if x.is_to_be_started and x.run.id not in busy]
+            for run in to_start:
+                if not run.preemptible:
+                    self._follow(run)
+            if waiting := [run for run in to_start if run.preemptible]:
+                await self._fill(waiting, followed)
 
-    def _is_to_be_started(self, followed: FollowedRun) -> bool:
-        return followed.is_to_be_started and followed.run.id not in self._starting
+    async def _require_possible(self, user: User, run: Run) -> tuple[Request, Terms]:
+        """Raise Refused with a sentence for the member if a run cannot be started as asked."""
+        spawner = await self._ready_spawner(user, run)
+        environment, request = spawner.resolve_options()
+        terms = spawner.terms(environment, request)
+        engine = spawner.engine_for(request)
+        possible = self.services.queue.require_possible
+        await self.services.run(possible, run.server, request, engine=engine, terms=terms)
+        return request, terms
 
     async def _fill(self, waiting: Sequence[Run], followed: Sequence[FollowedRun]) -> None:
         """Try to start preemptible runs on what nobody else can use now.
@@ -162,6 +199,8 @@ class RunLauncher:
         self._tried = {key: at for key, at in self._tried.items() if at > now}
 
     def _follow(self, run: Run) -> None:
+        if run.id in self._starting:
+            return
         task = asyncio.ensure_future(self._start(run))
         self._starting[run.id] = run, task
         task.add_done_callback(lambda done: self._starting.pop(run.id, None))

@@ -56,6 +56,12 @@ class HubCalls(Protocol):
     async def quote_run(self, user: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what a member's run would cost, and when it would start."""
 
+    async def submit_sweep(self, user: str, fields: Mapping[str, Any]) -> str:
+        """Submit a member's sweep, and return its id."""
+
+    async def quote_sweep(self, user: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what a member's sweep costs at most."""
+
     async def image_updates(self) -> Sequence[Mapping[str, Any]]:
         """Return the updates of images that run or ended lately, newest first."""
 

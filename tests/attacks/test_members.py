@@ -48,6 +48,7 @@ OWN = {
     *("POST notices", "PUT api/notices/choices"),
     *("POST payer", "POST folders", "POST api/folders"),
     *("POST api/runs", "POST api/runs/-/quote"),
+    *("POST api/sweeps", "POST api/sweeps/-/quote"),
 }
 """What every member may do, with what is theirs."""
 

@@ -184,6 +184,7 @@ class AttackHub(GPUHub):
         [waiting] = self.service("GET", "api/queue", VICTIM).json()["tickets"]
         self.ticket = waiting["id"]
         self.run = self.ended_run(VICTIM, title=HOSTILE)
+        self.sweep = self.ended_sweep(VICTIM, title=HOSTILE)
 
     # Calling the service.
 
@@ -219,6 +220,7 @@ class AttackHub(GPUHub):
             "rates": "1",
             "refills": "1",
             "runs": self.run,
+            "sweeps": self.sweep,
             "tickets": self.ticket,
             "transfers": self.transfer,
         }
@@ -242,6 +244,17 @@ class AttackHub(GPUHub):
         path = f"api/runs/{run}"
         wait_for(lambda: self.service("GET", path, user).json()["ended_at"], "the end of the run")
         return run
+
+    def ended_sweep(self, user: str, title: str) -> str:
+        """The id of a sweep of one run of this member's, which fails."""
+        options = {"environment": "small", "gpus": 0}
+        sent = {"command": ["true"], "sets": [{}], "title": title, "options": options}
+        made = self.service("POST", "api/sweeps", user, json=sent)
+        assert made.ok, made.text
+        path = f"api/sweeps/{made.json()['id']}"
+        ended = {"failed": 1}
+        wait_for(lambda: self.service("GET", path, user).json()["states"] == ended, "its end")
+        return str(made.json()["id"])
 
     def put_on_roster(self, name: str) -> None:
         """Give a name an entry on the roster, which no authenticator here asks for."""

@@ -87,6 +87,7 @@ FORM_REFILL = {**REFILL, "rule": f"FREQ=YEARLY;BYMONTH={_FAR.month};BYMONTHDAY={
 """The same by the form, which asks for no beginning: its rules begin at the next full minute."""
 RESTORED = {"archive": "{archive}", "workspace": "{workspace}"}
 SMALL = {"environment": "small", "gpus": 0}
+SWEEP = {"command": ["true"], "sets": [{}], "options": SMALL}
 FOLDER = {"confirm": "yes", "member": FRIEND}
 
 RIGHT = {
@@ -115,6 +116,10 @@ RIGHT = {
     "DELETE api/runs/{run}": Right(OWNER),
     "POST runs/{run}/stop": Right(OWNER, YES),
     "POST runs/{run}/again": Right(OWNER, {**YES, "title": "again", "command": "true"}),
+    "POST api/sweeps": Right(OWNER, {**SWEEP, "key": "three"}),
+    "POST api/sweeps/-/quote": Right(OWNER, SWEEP),
+    "POST api/sweeps/{sweep}/again": Right(OWNER, {}),
+    "DELETE api/sweeps/{sweep}": Right(OWNER),
     "POST members": Right(ADMIN, {**YES, "lines": "name\n{new}"}),
     "POST members/{entry}/end": Right(ADMIN, YES),
     "POST api/catalog/small/update": Right(ADMIN, {"digest": f"sha256:{'0' * 64}"}),
@@ -260,7 +265,7 @@ class Requests:
             self._settle()
         if re.match("(api/)?workspaces/", call.path):
             wait_for(self._jobs_ended, "the end of what it began")
-        if call.path == "api/runs" or call.path.endswith("/again"):
+        if call.path.startswith(("api/runs", "api/sweeps")) or call.path.endswith("/again"):
             wait_for(self._runs_ended, "the end of what it began")
         return _changed(call, answer), tells
 
@@ -292,7 +297,10 @@ class Requests:
                 for key, value in right.sent.items()
             }
         then = right.then and (right.then[0].format(**values), right.then[1])
-        hers = (OWNER, *(values[w] for w in ("lease", "ticket", "folder", "run") if w in values))
+        hers = (
+            OWNER,
+            *(values[w] for w in ("lease", "ticket", "folder", "run", "sweep") if w in values),
+        )
         path = name.partition(" ")[2].format(**values)
         return Call(name, door, path, _may(name), sent, then, hers)
 
@@ -306,6 +314,9 @@ class Requests:
 
     def _run(self, name: str, right: Right) -> dict[str, str]:
         return {"run": self.hub.ended_run(OWNER, "olgas-secret-plan")}
+
+    def _sweep(self, name: str, right: Right) -> dict[str, str]:
+        return {"sweep": self.hub.ended_sweep(OWNER, "olgas-secret-sweep")}
 
     def _lease(self, name: str, right: Right) -> dict[str, str]:
         if "refund" in name:
@@ -404,6 +415,7 @@ def shape(hub: AttackHub, door: Door) -> str:
         (hub.plans, "folder"),
         (hub.transfer, "transfer"),
         (hub.run, "run"),
+        (hub.sweep, "sweep"),
         (hub.devices[0], "device"),
     ):
         path = path.replace(value, f"{{{word}}}")

@@ -6,6 +6,8 @@ library is used.
 """
 
 import argparse
+import csv
+import itertools
 import json
 import os
 import ssl
@@ -17,6 +19,7 @@ import urllib.request
 import uuid
 from contextlib import suppress
 from datetime import datetime, timezone
+from decimal import ROUND_CEILING, Decimal
 from pathlib import Path
 
 ENDED = ("done", "failed", "stopped")
@@ -26,6 +29,8 @@ LONGEST_TITLE = 100
 
 USAGE = """gpuspawner-run PROGRAM [options] [-- arguments of the program]
        gpuspawner-run NOTEBOOK.ipynb [options] [-p NAME VALUE ...]
+       gpuspawner-run PROGRAM --sweep [--at-most N] -p NAME '[VALUE, ...]' [-- --NAME {NAME}]
+       gpuspawner-run sweep SWEEP [--stop | --again]
        gpuspawner-run list | logs [-f] RUN | wait RUN | stop RUN"""
 
 
@@ -80,6 +85,12 @@ def submit(words):
     parser.add_argument(
         "-p", dest="parameters", nargs=2, action="append", default=[], metavar=("NAME", "VALUE")
     )
+    parser.add_argument(
+        "--sweep", action="store_true", help="a run for each combination of the lists in -p"
+    )
+    parser.add_argument("--sweep-csv", metavar="FILE", help="a run for each line of a CSV file")
+    parser.add_argument("--at-most", type=int, help="how many runs of the sweep may be at once")
+    parser.add_argument("--yes", action="store_true", help="submit the sweep without a question")
     asked = parser.parse_args(own)
     options = {
         name: getattr(asked, name)
@@ -96,6 +107,10 @@ def submit(words):
         "key": asked.key or uuid.uuid4().hex,
         "directory": in_workspace(Path.cwd(), "the current folder"),
     }
+    if asked.sweep or asked.sweep_csv:
+        return submit_sweep(asked, body, rest)
+    if asked.at_most:
+        raise Refused("--at-most is for a sweep: add --sweep or --sweep-csv FILE")
     if asked.program.endswith(".ipynb"):
         if rest:
             raise Refused(
@@ -109,6 +124,102 @@ def submit(words):
         body["command"] = command(asked.program) + rest
     run = ask("POST", "", body)
     print(f"{run['id']} is submitted. Its files are in {run['folder']} in your workspace.")
+    return 0
+
+
+def submit_sweep(asked, body, rest):
+    """Submit a run for each set of parameters, once the member has read what that costs."""
+    parameters = {name: parsed(value) for name, value in asked.parameters}
+    if asked.sweep_csv:
+        sets = read_sets(Path(asked.sweep_csv))
+    else:
+        lists = {name: value for name, value in parameters.items() if isinstance(value, list)}
+        if not lists:
+            raise Refused("--sweep needs a list of values, such as -p lr '[0.1, 0.01]'")
+        parameters = {name: value for name, value in parameters.items() if name not in lists}
+        choices = ([(name, value) for value in lists[name]] for name in lists)
+        sets = [dict(chosen) for chosen in itertools.product(*choices)]
+    body.update(parameters=parameters, sets=sets, at_most=asked.at_most)
+    program = Path(asked.program)
+    is_notebook = asked.program.endswith(".ipynb")
+    if is_notebook and rest:
+        raise Refused("a notebook takes its parameters with -p NAME VALUE, and nothing after --")
+    if is_notebook:
+        body["notebook"] = in_workspace(program, "the notebook")
+    else:
+        body["command"] = command(asked.program) + rest
+    print(price_of(ask("POST", "/-/quote", body, "sweeps"), asked.at_most))
+    if not asked.yes and not confirmed("Submit them?"):
+        return 1
+    if is_notebook:
+        body["notebook"] = snapshot(program, body["title"])
+    sweep = ask("POST", "", body, "sweeps")
+    print(f"{sweep['id']} is submitted: `gpuspawner-run sweep {sweep['id']}` shows its runs.")
+    return 0
+
+
+def read_sets(file):
+    """Return the lines of a CSV file, each as parameters by the names in its first line."""
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as lines:
+            rows = list(csv.DictReader(lines, strict=True))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise Refused(f"{file} cannot be read: {error}") from None
+    for number, row in enumerate(rows, 1):
+        if None in row or None in row.values():
+            raise Refused(f"{file}: row {number} has not as many values as the first line names")
+    if not rows:
+        raise Refused(f"{file} needs a line with names, and a line of values for each run")
+    return [{name: parsed(value) for name, value in row.items()} for row in rows]
+
+
+def price_of(quote, at_most):
+    """Return what a sweep costs at most, in words."""
+    rate, hold = credits(quote["rate_per_hour"]), credits(quote["hold"])
+    at_once = f", at most {at_most} at once" if at_most and at_most < quote["runs"] else ""
+    count = f"{quote['runs']} {'run' if quote['runs'] == 1 else 'runs'}{at_once}"
+    if quote["most"] is None:
+        cost = f"Without a time limit, each costs up to {rate} credits an hour until it ends."
+    else:
+        hours = f"{quote['seconds'] / 3600:g}"
+        cost = (
+            f"If each takes its {hours} hours, they cost {credits(quote['most'])} credits at most: "
+            f"up to {rate} an hour each."
+        )
+    return f"{count}. {cost} {hold} must be there for those that begin at once."
+
+
+def credits(amount):
+    """Return an amount, rounded up to hundredths, without zeros at its end."""
+    return f"{Decimal(amount).quantize(Decimal('0.01'), ROUND_CEILING).normalize():f}"
+
+
+def confirmed(question):
+    """Return True if the member says yes."""
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        raise Refused("nobody answers here: --yes submits without a question") from None
+
+
+def sweep(words):
+    """Show a sweep, stop all its runs, or submit those that failed again."""
+    parser = argparse.ArgumentParser(prog="gpuspawner-run sweep")
+    parser.add_argument("sweep")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--stop", action="store_true", help="stop all its runs")
+    what.add_argument("--again", action="store_true", help="submit the failed ones once more")
+    asked = parser.parse_args(words)
+    path = f"/{name_of(asked.sweep)}"
+    if asked.again:
+        found = ask("POST", f"{path}/again", {"key": uuid.uuid4().hex}, "sweeps")
+        print(f"{found['id']} is submitted.")
+    else:
+        found = ask("DELETE" if asked.stop else "GET", path, of="sweeps")
+    for run in found["runs"]:
+        print(f"{run['id']:30}  {run['state']:8}  {run['title']}  {run['reason']}".rstrip())
+    states = ", ".join(f"{count} {state}" for state, count in sorted(found["states"].items()))
+    print(f"{states}. Charged: {credits(found['charged'])} credits.")
     return 0
 
 
@@ -236,7 +347,7 @@ def stop(words):
     return 0
 
 
-COMMANDS = {"list": list_runs, "logs": logs, "wait": wait, "stop": stop}
+COMMANDS = {"list": list_runs, "logs": logs, "wait": wait, "stop": stop, "sweep": sweep}
 
 
 def name_of(run):
@@ -244,13 +355,13 @@ def name_of(run):
     return urllib.parse.quote(run, safe="")
 
 
-def ask(method, path, body=None):
+def ask(method, path, body=None, of="runs"):
     """Send a request to the hub, and return its answer."""
     api, token = (os.environ.get(f"JUPYTERHUB_API_{name}") for name in ("URL", "TOKEN"))
     if not (api and token):
         raise Refused("this works in a session of the hub; a run itself cannot submit runs")
     request = urllib.request.Request(
-        f"{api.rstrip('/')}/gpuspawner/runs{path}",
+        f"{api.rstrip('/')}/gpuspawner/{of}{path}",
         method=method,
         headers={"Authorization": f"token {token}", "Content-Type": "application/json"},
         data=None if body is None else json.dumps(body).encode(),

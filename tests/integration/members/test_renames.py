@@ -62,7 +62,7 @@ WITHOUT_NAMES = {
     "refills": "id mode reason rule zone",
     "renames": "kept",
     "roster": "course groups",
-    "runs": "after_lease id key options outcome reason title work",
+    "runs": "after_lease id key options outcome reason sweep title work",
     "sick_leases": "cause lease_id reason uuid",
     "tickets": "engine group id lease_id outcome request server_name state when_dry",
     "totals": "by span",

@@ -1,0 +1,117 @@
+"""Sweeps: runs of one program or notebook, each with other parameters. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from ..core.errors import InvalidRequest
+from .models import FollowedRun, Run, Work
+from .rules import slug_of
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Runs of one program or notebook, each with other parameters, that were submitted together."""
+
+    id: str
+    runs: tuple[FollowedRun, ...]
+    """In the order in which they begin."""
+    charged: int
+    """Microcredits, of all leases of its runs."""
+
+    @property
+    def first(self) -> Run:
+        """The first run, which has what all have in common."""
+        return self.runs[0].run
+
+    @property
+    def states(self) -> dict[str, int]:
+        """How many runs are in each state."""
+        return {state.value: n for state, n in Counter(run.state for run in self.runs).items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRequest:
+    """A sweep that is not submitted yet."""
+
+    title: str
+    works: Sequence[tuple[str, Work]]
+    """The title of each run, and what it does."""
+    options: Mapping[str, Any]
+    key: str = ""
+    requeue: bool = False
+    preemptible: bool = False
+    at_most: int | None = None
+
+    def runs(self, user: str, token: str, now: datetime) -> list[Run]:
+        """Return the runs; their ids sort in their order."""
+        sweep = f"{slug_of(self.title)}-{token}"
+        return [
+            Run(
+                id=f"{sweep}-{number:03}",
+                user=user,
+                key=self.key if number == 1 else "",
+                title=title,
+                work=work,
+                options=dict(self.options),
+                requeue=self.requeue,
+                preemptible=self.preemptible,
+                created_at=now,
+                sweep=sweep,
+                at_most=self.at_most,
+            )
+            for number, (title, work) in enumerate(self.works, 1)
+        ]
+
+    def price(self, seconds: int | None, rate: int, hold: int) -> SweepPrice:
+        """Return what it costs at most, from the hourly rate and the hold of one run."""
+        count = len(self.works)
+        return SweepPrice(
+            runs=count,
+            seconds=seconds,
+            rate=rate,
+            most=None if seconds is None else count * (rate * seconds // 3600),
+            hold=hold * min(count, self.at_most or count),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPrice:
+    """What a sweep costs at most."""
+
+    runs: int
+    seconds: int | None
+    """The time limit of each run."""
+    rate: int
+    """Microcredits per hour of one run, on the dearest GPUs that fit."""
+    most: int | None
+    """Microcredits of all runs, if each lasts until its time limit; None without one."""
+    hold: int
+    """Microcredits that must be there for those that run at once."""
+
+
+def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
+    """Return a command with values in the place of their names in braces, such as ``{lr}``.
+
+    Raises InvalidRequest for a name that stands nowhere in it.
+    """
+    for name in values:
+        if not any(f"{{{name}}}" in word for word in command):
+            sentence = f"No argument of the command is or has {{{name}}}."
+            raise InvalidRequest(sentence, field="command")
+    if not values:
+        return tuple(command)
+    # At once, so that a value with braces is not filled in itself.
+    named = re.compile("|".join(re.escape(f"{{{name}}}") for name in values))
+    return tuple(named.sub(lambda m: as_text(values[m[0][1:-1]]), word) for word in command)
+
+
+def as_text(value: object) -> str:
+    """Return a parameter as text: text as it is, anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
