@@ -95,8 +95,7 @@ def admit(connection: sa.Connection, sweep: str, at: datetime) -> None:
     """Let the next runs of a sweep join the queue, as many as its ``at_most`` leaves room for."""
     columns = (runs.c.id, runs.c.admitted_at, runs.c.at_most)
     of_it = sa.select(*columns).where(runs.c.sweep == sweep, OPEN_RUN).order_by(runs.c.id)
-    # Locked, so that two that do this at once do not count the same room twice.
-    found = connection.execute(of_it.with_for_update()).all()
+    found = connection.execute(of_it).all()
     held_back = [row.id for row in found if row.admitted_at is None]
     most = found[0].at_most if found else None
     room = len(held_back) if most is None else max(0, most - len(found) + len(held_back))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from datetime import datetime
 
 import sqlalchemy as sa
 
@@ -247,11 +249,25 @@ class RunService:
         return ended
 
     def _tell(self, connection: sa.Connection, run: Run) -> None:
-        """Tell the member how their run ended; who stopped it knows."""
+        """Tell the member how their run or sweep ended; who stopped it knows."""
         if run.reason == sentence(STOPPED_BY_MEMBER) or run.ended_at is None:
+            return
+        if run.sweep is not None:
+            self._tell_sweep(connection, run.sweep, run.user, run.ended_at)
             return
         key, kind = f"run:{run.id}", NoticeKind.RUN_ENDED
         told = compose("run_ended", kind, key, run.user, run.ended_at, run=run, reason=run.reason)
+        notifications_repository.add(connection, told)
+
+    def _tell_sweep(
+        self, connection: sa.Connection, sweep: str, user: str, ended_at: datetime
+    ) -> None:
+        """Tell the member once that all runs of their sweep have ended."""
+        outcomes = Counter(run.outcome for run in repository.of_sweep(connection, sweep))
+        if "" in outcomes:
+            return
+        key, kind = f"sweep:{sweep}", NoticeKind.RUN_ENDED
+        told = compose("sweep_ended", kind, key, user, ended_at, sweep=sweep, outcomes=outcomes)
         notifications_repository.add(connection, told)
 
     def _settle_one(self, run_id: str) -> Run | None:

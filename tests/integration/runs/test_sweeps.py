@@ -109,6 +109,16 @@ def test_sweep_is_submitted_once_all_or_none(services: Services) -> None:
         services.runs.submit(Run(id="x", user="ada", title="", work=Work(), created_at=T0))
 
 
+def test_end_of_a_sweep_is_told_once(services: Services) -> None:
+    services.runs.submit_all(sweep_of(3))
+    for number in (1, 3, 2):
+        assert services.notifications.notices_of("ada") == []
+        services.runs.refuse(f"train-1-{number:03}", "It could not start.")
+    (notice,) = services.notifications.notices_of("ada")
+    assert notice.title == "Your sweep train-1 has ended"
+    assert notice.body.startswith("Of its 3 runs, 0 are done, 3 failed and 0 were stopped.")
+
+
 def test_stop_ends_every_run(services: Services) -> None:
     services.runs.submit_all(sweep_of(5))
     lease = ask(services, "train-1-001")
