@@ -1,4 +1,4 @@
-"""A client of the REST API: runs, sessions and accounts, in Python.
+"""A client of the REST API: runs, sessions, accounts and environments, in Python.
 
 In a session, the address and the token are the session's own, which reach its member's runs and the
 session itself::
@@ -32,6 +32,7 @@ from urllib3.util import Retry
 
 __all__ = [
     *("Client", "RunCalls", "SessionCalls", "AccountCalls", "RequestRefused", "MemberDetails"),
+    *("CatalogCalls", "EnvironmentDetails", "SweepCalls", "SweepDetails"),
     *("RunDetails", "Session", "SessionDevice", "SessionEnd", "Balance", "StatementLine"),
 ]
 
@@ -87,6 +88,19 @@ class RunDetails:
     """The cell that its notebook executes: of a run that was asked for alone."""
     cells: int | None
     sweep: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepDetails:
+    """A sweep: its runs in their order, how many are in each state, and what all have cost."""
+
+    id: str
+    user: str
+    at_most: int | None
+    created_at: datetime
+    states: dict[str, int]
+    charged: Decimal
+    runs: tuple[RunDetails, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +190,28 @@ class MemberDetails:
     statement: tuple[StatementLine, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentDetails:
+    """An environment, and what may be asked for with it."""
+
+    environment: str
+    name: str
+    summary: str
+    default: bool
+    frameworks: dict[str, str]
+    default_gpus: int
+    max_gpus: int
+    cpu_variant: bool
+    models: tuple[str, ...]
+    default_hours: float | None
+    max_hours: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Environments:
+    environments: tuple[EnvironmentDetails, ...]
+
+
 class _Page(Protocol):
     @property
     def next(self) -> str | int | None:
@@ -230,6 +266,10 @@ RUNS = Call("runs", "GET", "runs", _RunPage, ("all", "before", "limit"))
 SUBMIT_RUN = Call("submitRun", "POST", "runs", RunDetails)
 RUN = Call("run", "GET", "runs/{run}", RunDetails)
 STOP_RUN = Call("stopRun", "DELETE", "runs/{run}", RunDetails)
+SUBMIT_SWEEP = Call("submitSweep", "POST", "sweeps", SweepDetails)
+SWEEP = Call("sweep", "GET", "sweeps/{sweep}", SweepDetails)
+STOP_SWEEP = Call("stopSweep", "DELETE", "sweeps/{sweep}", SweepDetails)
+AGAIN_SWEEP = Call("againSweep", "POST", "sweeps/{sweep}/again", SweepDetails)
 SESSIONS = Call("leases", "GET", "leases", _SessionPage, ("all", "before", "limit"))
 EXTEND = Call("extend", "POST", "leases/{lease}/extend", Session)
 END = Call("end", "POST", "leases/{lease}/end", Session)
@@ -238,7 +278,9 @@ ACCOUNT = Call("account", "GET", "accounts/{account}", Balance)
 STATEMENT = Call(
     "statement", "GET", "accounts/{account}/statement", _StatementPage, ("before", "limit")
 )
+ENVIRONMENTS = Call("environments", "GET", "environments", _Environments)
 CALLS: tuple[Call[Any], ...] = (
+    *(ENVIRONMENTS, SUBMIT_SWEEP, SWEEP, STOP_SWEEP, AGAIN_SWEEP),
     *(ME, RUNS, SUBMIT_RUN, RUN, STOP_RUN, SESSIONS, EXTEND, END),
     *(ACCOUNTS, ACCOUNT, STATEMENT),
 )
@@ -280,13 +322,16 @@ class Client:
         )
         self._session.mount(self.address, HTTPAdapter(max_retries=again))
         with_key = again.new(allowed_methods=_READING | {"POST"})
-        self._session.mount(f"{self.address}/runs", HTTPAdapter(max_retries=with_key))
+        for path in ("runs", "sweeps"):
+            self._session.mount(f"{self.address}/{path}", HTTPAdapter(max_retries=with_key))
         if key := os.environ.get("JUPYTERHUB_SSL_KEYFILE"):  # the hub uses certificates of its own
             self._session.cert = (os.environ["JUPYTERHUB_SSL_CERTFILE"], key)
             self._session.verify = os.environ["JUPYTERHUB_SSL_CLIENT_CA"]
         self.runs = RunCalls(self)
+        self.sweeps = SweepCalls(self)
         self.sessions = SessionCalls(self)
         self.accounts = AccountCalls(self)
+        self.catalog = CatalogCalls(self)
 
     def me(self) -> MemberDetails:
         """Return whose token it is, with their account, servers and newest statement lines."""
@@ -435,6 +480,70 @@ class RunCalls:
             time.sleep(every)
 
 
+class SweepCalls:
+    """The member's sweeps, runs with many parameters: ``client.sweeps``."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def submit(
+        self,
+        command: Sequence[str] = (),
+        *,
+        sets: Sequence[Mapping[str, object]],
+        notebook: str = "",
+        parameters: Mapping[str, object] | None = None,
+        directory: str = "",
+        title: str = "",
+        options: Mapping[str, object] | None = None,
+        requeue: bool = False,
+        preemptible: bool = False,
+        at_most: int | None = None,
+        key: str = "",
+    ) -> SweepDetails:
+        """Submit a run for each set of parameters, all of them or none. Raises RequestRefused.
+
+        Args:
+            command: The program and its arguments, with parameters' names in braces: ``{lr}``.
+            sets: The parameters of each run.
+            notebook: A notebook's path in the workspace, instead of a command.
+            parameters: Parameters that all runs have.
+            directory: Where they run: a path in the workspace.
+            title: What lists call them, before their parameters.
+            options: What each needs, as for the start of a server.
+            requeue: If the hub interrupts a run, begin it again, at most three times.
+            preemptible: For less: only on GPUs that nobody else can use, which they yield.
+            at_most: How many may wait in the queue or run at once. By default all.
+            key: An idempotency key, as for a run.
+        """
+        body = {
+            "command": list(command),
+            "sets": [dict(each) for each in sets],
+            "notebook": notebook,
+            "parameters": dict(parameters or {}),
+            "directory": directory,
+            "title": title,
+            "options": dict(options or {}),
+            "requeue": requeue,
+            "preemptible": preemptible,
+            "at_most": at_most,
+            "key": key or uuid.uuid4().hex,
+        }
+        return self._client.ask(SUBMIT_SWEEP, body=body)
+
+    def get(self, sweep: str) -> SweepDetails:
+        """Return the sweep with this id. Raises RequestRefused."""
+        return self._client.ask(SWEEP, sweep)
+
+    def stop(self, sweep: str) -> SweepDetails:
+        """Stop all runs of a sweep; what they have written stays. Raises RequestRefused."""
+        return self._client.ask(STOP_SWEEP, sweep)
+
+    def again(self, sweep: str, *, key: str = "") -> SweepDetails:
+        """Submit the failed runs of a sweep again, as a new one. Raises RequestRefused."""
+        return self._client.ask(AGAIN_SWEEP, sweep, body={"key": key or uuid.uuid4().hex})
+
+
 class SessionCalls:
     """The member's sessions: ``client.sessions``. JupyterHub's own REST API starts servers."""
 
@@ -484,6 +593,17 @@ class AccountCalls:
         """Yield the lines of an account's statement, newest first. Raises RequestRefused."""
         for found in self._client.pages(STATEMENT, account, limit=page):
             yield from found.entries
+
+
+class CatalogCalls:
+    """The catalog: ``client.catalog``."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def environments(self) -> tuple[EnvironmentDetails, ...]:
+        """Return the environments that the member may choose. Raises RequestRefused."""
+        return self._client.ask(ENVIRONMENTS).environments
 
 
 def _with_token(request: requests.PreparedRequest, token: str) -> requests.PreparedRequest:

@@ -74,6 +74,7 @@ PAGES = (
     (r"/api/gpuspawner/launcher", "gpuspawner.hub_pages.runs.LauncherAPI"),
     (r"/api/gpuspawner/launcher/quote", "gpuspawner.hub_pages.runs.QuoteAPI"),
     (r"/api/gpuspawner/launcher/sweep(/quote)?", "gpuspawner.hub_pages.runs.SweepLauncherAPI"),
+    (r"/api/gpuspawner/launcher/environments", "gpuspawner.hub_pages.runs.EnvironmentsAPI"),
     (r"/api/gpuspawner/launcher/start", "gpuspawner.hub_pages.runs.StartRunsAPI"),
     (r"/api/gpuspawner/(.*)", "gpuspawner.hub_pages.handlers.ServiceRelay"),
 )

@@ -1,11 +1,11 @@
-"""Updates of images as JSON."""
+"""Environments and updates of images as JSON."""
 
 from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from ..core.errors import InvalidRequest
 from ..web.fields import of_type
@@ -15,9 +15,11 @@ from ..web.schemas import (
     Count,
     DatedAnswer,
     Instant,
+    Number,
     Written,
     checked,
     described,
+    told,
     written,
 )
 from .value_kinds import LONGEST_SLUG
@@ -42,6 +44,28 @@ Digest = Annotated[
         pattern=f"^{DIGEST}$",
     ),
 ]
+
+
+class EnvironmentAnswer(Answer):
+    """An environment, and what may be asked for with it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    environment: str = told("slug", description="Its name in requests.")
+    name: str = told("display_name")
+    summary: str
+    default: bool = Field(description="True if it is the one that requests get which name none.")
+    frameworks: dict[str, str] = Field(description="What comes with it, in which version.")
+    default_gpus: Count = told("devices.default")
+    max_gpus: Count = told("devices.max")
+    cpu_variant: bool = Field(description="Whether it can be started without a GPU.")
+    models: tuple[str, ...] = Field(description="Only these GPU models; empty for any.")
+    default_hours: Number | None = told("hours.default")
+    max_hours: Number | None = told("hours.max", description="Null: as for any environment.")
+
+
+class EnvironmentsAnswer(DatedAnswer):
+    environments: tuple[EnvironmentAnswer, ...]
 
 
 class ImageUpdateBody(Body):

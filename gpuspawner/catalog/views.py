@@ -1,10 +1,11 @@
-"""Updates of images as JSON, for admins. The Hub runs them: it knows the catalog and the engine."""
+"""Environments and updates of images as JSON. The Hub knows the catalog and the engine."""
 
 from __future__ import annotations
 
 from tornado import web
 
 from ..core.errors import Unavailable
+from ..core.scopes import SESSION
 from ..web.api import ChangingAPI, operation, refusals
 from ..web.base import HubCalls, ServiceHandler
 from . import schemas
@@ -21,6 +22,21 @@ class UpdatesAPI(ChangingAPI):
         if self.context.hub is None:
             raise Unavailable()
         return self.context.hub
+
+
+class EnvironmentsAPI(UpdatesAPI):
+    """The environments that the member may choose."""
+
+    for_servers = True
+
+    @operation("environments", schemas.EnvironmentsAnswer, scope=SESSION)
+    @web.authenticated
+    async def get(self) -> None:
+        """List the environments that I may choose, in the order of the catalog."""
+        with refusals():
+            found = await self.hub.environments(self.user)
+        told = [schemas.EnvironmentAnswer.model_validate(each) for each in found]
+        self.answer(schemas.EnvironmentsAnswer, as_of=self.services.clock(), environments=told)
 
 
 class RecentImageUpdatesAPI(UpdatesAPI):
@@ -71,6 +87,7 @@ class ImageUpdateAPI(UpdatesAPI):
 
 
 CATALOG_API_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+    ("api/environments", EnvironmentsAPI),
     ("api/catalog/updates", RecentImageUpdatesAPI),
     (f"api/catalog/{SLUG}/update", ImageUpdateAPI),
 ]

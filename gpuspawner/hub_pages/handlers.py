@@ -410,7 +410,8 @@ class Logo(HubPageHandler):
 
 PATHS = {
     "GET": re.compile(
-        "leases/[0-9a-f]{1,64}/now|runs(/[0-9a-z-]{1,64}(/log|/files)?)?|sweeps/[0-9a-z-]{1,60}"
+        "environments|leases/[0-9a-f]{1,64}/now|runs(/[0-9a-z-]{1,64}(/log|/files)?)?"
+        "|sweeps/[0-9a-z-]{1,60}"
     ),
     "POST": re.compile(
         "leases/[0-9a-f]{1,64}/(snooze|extend|end)|(runs|sweeps)(/-/quote)?"

@@ -16,6 +16,7 @@ from ..core.errors import GPUSpawnerError
 from ..runs.models import Run, Work
 from ..runs.sweeps import SweepRequest
 from ..spawners.runs import RunLauncher
+from .handlers import CatalogPages
 
 
 class _OfService(APIHandler):
@@ -102,6 +103,22 @@ class SweepLauncherAPI(_OfService):
             return
         self.set_status(201)
         self.finish({"id": sweep})
+
+
+class EnvironmentsAPI(_OfService):
+    """The environments that a member may choose."""
+
+    async def post(self) -> None:
+        """List them, in the order of the catalog."""
+        _, user = self.sent_for()
+        site = CatalogPages.of(self.settings)
+        try:
+            await site.refresh_catalog()
+            found = site.catalog().visible_to({group.name for group in user.groups})
+        except GPUSpawnerError as error:
+            self.refuse(error)
+            return
+        self.finish({"environments": [each.model_dump(mode="json") for each in found]})
 
 
 class StartRunsAPI(_OfService):

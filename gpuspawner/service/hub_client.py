@@ -131,6 +131,10 @@ class HubClient:
         """Return what a member's sweep costs at most. Raises RefusedByHub or Unavailable."""
         return await self._ask_launcher("/sweep/quote", {"user": user, **fields})
 
+    async def environments(self, user: str) -> list[dict[str, Any]]:
+        """Return the environments that a member may choose. Raises RefusedByHub or Unavailable."""
+        return list((await self._ask_launcher("/environments", {"user": user}))["environments"])
+
     async def _ask_launcher(self, path: str, sent: Mapping[str, Any]) -> dict[str, Any]:
         path = f"/gpuspawner/launcher{path}"
         try:

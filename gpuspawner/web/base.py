@@ -62,6 +62,9 @@ class HubCalls(Protocol):
     async def quote_sweep(self, user: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what a member's sweep costs at most."""
 
+    async def environments(self, user: str) -> Sequence[Mapping[str, Any]]:
+        """Return the environments that a member may choose, as in the catalog."""
+
     async def image_updates(self) -> Sequence[Mapping[str, Any]]:
         """Return the updates of images that run or ended lately, newest first."""
 

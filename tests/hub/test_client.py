@@ -83,6 +83,21 @@ def test_program_submits_once_stops_and_lists(hub: GPUHub, member: str) -> None:
     assert (refused.value.status, refused.value.reason) == (400, "invalid_request")
 
 
+def test_sweep_is_stopped_and_submitted_again(hub: GPUHub, member: str) -> None:
+    hub.browser_of(member)
+    client = Client(f"{hub.url}/services/gpu/api", hub.user_token(member))
+    command = ["python3", "-c", "import time; {n} or time.sleep(600); exit(1)"]
+    sweep = client.sweeps.submit(command, sets=[{"n": 1}, {"n": 0}], at_most=1, key="k")
+    assert client.sweeps.submit(["true"], sets=[{}], key="k").id == sweep.id
+    assert client.runs.wait(sweep.runs[0].id).exit_status == 1
+    client.sweeps.stop(sweep.id)
+    client.runs.wait(sweep.runs[1].id)
+    assert client.sweeps.get(sweep.id).states == {"failed": 1, "stopped": 1}
+    again = client.sweeps.again(sweep.id)
+    assert [run.command for run in again.runs] == [sweep.runs[0].command]
+    client.runs.wait(again.runs[0].id)
+
+
 def test_session_uses_its_own_token_for_runs_and_itself(
     hub: GPUHub, member: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +109,9 @@ def test_session_uses_its_own_token_for_runs_and_itself(
         assert code == 0
         monkeypatch.setenv(name, value.strip())
     client = Client()
-    run = client.runs.submit(["true"], options={"environment": "base"})
+    (environment,) = client.catalog.environments()
+    assert (environment.environment, environment.max_gpus) == ("base", 2)
+    run = client.runs.submit(["true"], options={"environment": environment.environment})
     assert client.runs.wait(run.id).exit_status == 0
     assert [x.id for x in client.runs.list()] == [run.id]
     with pytest.raises(RequestRefused) as refused:

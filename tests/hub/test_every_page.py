@@ -234,6 +234,7 @@ NO_HUB_PAGES = {
     r"/api/gpuspawner/launcher": "JSON, for the accounting service",
     r"/api/gpuspawner/launcher/quote": "JSON, for the accounting service",
     r"/api/gpuspawner/launcher/sweep(/quote)?": "JSON, for the accounting service",
+    r"/api/gpuspawner/launcher/environments": "JSON, for the accounting service",
     r"/api/gpuspawner/launcher/start": "JSON, for the accounting service",
     r"/api/gpuspawner/updates": "JSON",
     r"/api/gpuspawner/updates/([^/]+)": "JSON",

@@ -12,12 +12,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from gpuspawner.client import CALLS, SUBMIT_RUN, Call, RunCalls
+from gpuspawner.client import CALLS, SUBMIT_RUN, SUBMIT_SWEEP, Call, RunCalls, SweepCalls
 from gpuspawner.web.app import ROUTES
 from gpuspawner.web.openapi import document
 
 DOCUMENT = document("/", [handler for _, handler in ROUTES])
-PLAIN = {str: "string", int: "integer", bool: "boolean", Any: "anything"}
+PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", Any: "anything"}
 CREDITS = r"^-?[0-9]+\.[0-9]{6}$"
 
 
@@ -78,7 +78,10 @@ def test_client_reads_every_field_of_an_answer(call: Call[Any]) -> None:
     assert read == {name: each for name, each in answered.items() if name not in unread - set(read)}
 
 
-def test_submission_takes_every_field_of_its_body() -> None:
-    content = operation(SUBMIT_RUN)["requestBody"]["content"]["application/json"]
-    taken = inspect.signature(RunCalls.submit).parameters.keys() - {"self"}
+@pytest.mark.parametrize(
+    ("call", "method"), [(SUBMIT_RUN, RunCalls.submit), (SUBMIT_SWEEP, SweepCalls.submit)]
+)
+def test_submission_takes_every_field_of_its_body(call: Call[Any], method: Any) -> None:
+    content = operation(call)["requestBody"]["content"]["application/json"]
+    taken = inspect.signature(method).parameters.keys() - {"self"}
     assert taken == resolved(content["schema"])["properties"].keys()
