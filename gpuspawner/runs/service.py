@@ -70,12 +70,9 @@ class RunService:
         first = runs[0]
         with self.store.write() as connection:
             require_member(connection, first.user)
-            count = repository.count_open(connection, first.user)
             known = repository.of_key(connection, first.user, first.key) if first.key else None
-            if known is None and count + len(runs) > MOST_OPEN:
-                if len(runs) > 1:
-                    raise SweepTooLarge(runs=len(runs), count=count, most=MOST_OPEN)
-                raise TooManyRuns(count=count, most=MOST_OPEN)
+            if known is None:
+                _require_room(connection, first.user, len(runs))
             if not repository.insert(connection, first):
                 known = repository.of_key(connection, first.user, first.key)
                 if known is None:
@@ -90,6 +87,10 @@ class RunService:
         for run in runs:
             self.log.info("Run %s of %s: submitted", run.id, run.user)
         return list(runs), True
+
+    def require_room(self, user: str, count: int) -> None:
+        """Raise TooManyRuns or SweepTooLarge if a member cannot have so many more runs."""
+        self.store.run(lambda c: _require_room(c, user, count))
 
     def admit(self) -> None:
         """Let runs of sweeps join the queue in the place of those that have ended."""
@@ -291,6 +292,14 @@ class RunService:
             self._tell(connection, ended)
         self.log.info("Run %s of %s: %s", run.id, run.user, end.outcome)
         return ended
+
+
+def _require_room(connection: sa.Connection, user: str, runs: int) -> None:
+    count = repository.count_open(connection, user)
+    if count + runs > MOST_OPEN and runs > 1:
+        raise SweepTooLarge(runs=runs, count=count, most=MOST_OPEN)
+    if count + runs > MOST_OPEN:
+        raise TooManyRuns(count=count, most=MOST_OPEN)
 
 
 def _has_to_settle(connection: sa.Connection, run: Run, lease: Lease) -> bool:

@@ -119,7 +119,8 @@ class RunLauncher:
 
     async def quote_sweep(self, user: User, asked: SweepRequest) -> SweepPrice:
         """Return what a sweep costs at most. Raises Refused for one that cannot be submitted."""
-        run, *_ = asked.runs(user.name, "quote", self.services.clock())
+        run, *more = asked.runs(user.name, "quote", self.services.clock())
+        await self.services.run(self.services.runs.require_room, user.name, 1 + len(more))
         request, terms = await self._require_possible(user, run)
         rate, hold = await self.services.run(self.services.queue.dearest, request, terms)
         return asked.price(terms.seconds, rate, hold)

@@ -101,6 +101,9 @@ def test_sweep_is_submitted_once_all_or_none(services: Services) -> None:
     assert ([run.id for run in again], is_new) == ([run.id for run in first], False)
     with pytest.raises(SweepTooLarge, match="has 98 runs, and 3 of yours wait or run"):
         services.runs.submit_all(sweep_of(MOST_OPEN - 2, "3"))
+    with pytest.raises(SweepTooLarge):
+        services.runs.require_room("ada", MOST_OPEN - 2)
+    services.runs.require_room("bob", MOST_OPEN)
     with pytest.raises(UnknownSweep):
         services.runs.sweep("train-3")
     assert len(services.runs.open_runs()) == 3
