@@ -16,6 +16,7 @@ from ..db.schema import OPEN_LEASE, OPEN_RUN, OPEN_TICKET, leases, runs, tickets
 from ..leases.models import RUN_PREFIX
 from .models import Run, Work
 from .rules import RunEnd
+from .sweeps import FIRST
 
 _FIELDS = tuple(name for name in Run.__dataclass_fields__ if name not in ("work", "options"))
 _ALL = sa.select(*(runs.c[name] for name in _FIELDS), runs.c.work, runs.c.options)
@@ -117,12 +118,22 @@ def ended_ids(connection: sa.Connection, ids: Collection[str]) -> set[str]:
 
 
 def newest(
-    connection: sa.Connection, user: str | None, limit: int, before: Run | None = None
+    connection: sa.Connection,
+    user: str | None,
+    limit: int,
+    before: Run | None = None,
+    *,
+    leading: bool = False,
 ) -> list[Run]:
-    """Return a member's runs (None: everybody's), newest first, after ``before``."""
+    """Return a member's runs (None: everybody's), newest first, after ``before``.
+
+    ``leading``: of a sweep only the run with which it began.
+    """
     chosen = _ALL.order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit)
     if user is not None:
         chosen = chosen.where(runs.c.user == user)
+    if leading:
+        chosen = chosen.where(runs.c.sweep.is_(None) | (runs.c.id == runs.c.sweep + FIRST))
     if before is not None:
         older = sa.tuple_(runs.c.created_at, runs.c.id) < (before.created_at, before.id)
         chosen = chosen.where(older)

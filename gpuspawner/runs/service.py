@@ -133,15 +133,22 @@ class RunService:
         return self.store.run(repository.are_active)
 
     def newest(
-        self, user: str | None = None, limit: int = 50, before: str | None = None
+        self,
+        user: str | None = None,
+        limit: int = 50,
+        before: str | None = None,
+        *,
+        leading: bool = False,
     ) -> list[FollowedRun]:
         """Return a member's runs (None: everybody's), newest first.
 
-        ``before``: only those submitted before this run. Raises UnknownRun.
+        ``before``: only those submitted before this run. ``leading``: of a sweep only its first
+        run. Raises UnknownRun.
         """
         with self.store.read() as connection:
             last = None if before is None else repository.get(connection, before)
-            return _followed(connection, repository.newest(connection, user, limit, last))
+            found = repository.newest(connection, user, limit, last, leading=leading)
+            return _followed(connection, found)
 
     def stop(self, run_id: str, *, actor: str, reason: str = "") -> FollowedRun:
         """Stop a run: at once if it waits, else as soon as its container has ended.

@@ -1,4 +1,4 @@
-"""Sweeps as JSON."""
+"""Sweeps as JSON, and the form that stops one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..core.errors import NothingFailed, UnknownSweep
 from ..core.scopes import SESSION
 from ..web.api import APIHandler, ChangingAPI, operation, refusals
 from ..web.base import HubCalls, ServiceHandler
+from ..web.pages import FormPage
 from .models import RunState, Work
 from .rules import slug_of
 from .schemas import LONGEST_TITLE, AgainBody, SweepAnswer, SweepBody, SweepQuoteAnswer
@@ -130,6 +131,26 @@ class SweepAgainAPI(SubmittingAPI):
         )
 
 
+class StopSweepPage(FormPage):
+    """The form that stops all runs of a sweep, after a confirmation."""
+
+    @web.authenticated
+    async def get(self, sweep_id: str) -> None:
+        """Redirect to the list: the user had to sign in again to send the form."""
+        self.redirect(f"{self.context.prefix}runs")
+
+    @web.authenticated
+    async def post(self, sweep_id: str) -> None:
+        """Ask for confirmation, or stop the runs."""
+        found = await own_sweep(self, sweep_id)
+        if not self.confirmed:
+            action = f"sweeps/{sweep_id}/stop"
+            self.confirm("stop_sweep", action=action, back="runs", sweep=found)
+            return
+        await self.read(partial(self.services.runs.stop_sweep, sweep_id, actor=self.user))
+        self.go("runs?stopped=1")
+
+
 async def own_sweep(handler: ServiceHandler, sweep_id: str) -> Sweep:
     """Return a sweep of the user's, or any for an admin.
 
@@ -146,6 +167,7 @@ def _plain(works: Sequence[tuple[str, Work]]) -> list[tuple[str, dict[str, Any]]
 
 
 HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
+    (r"sweeps/([0-9a-z-]{1,60})/stop", StopSweepPage),
     ("api/sweeps", SweepsAPI),
     ("api/sweeps/-/quote", SweepQuoteAPI),
     (r"api/sweeps/([0-9a-z-]{1,60})", SweepAPI),

@@ -14,6 +14,9 @@ from ..core.errors import InvalidRequest
 from .models import FollowedRun, Run, Work
 from .rules import slug_of
 
+FIRST = "-001"
+"""What the id of a sweep's first run has after that of the sweep."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
@@ -29,6 +32,11 @@ class Sweep:
     def first(self) -> Run:
         """The first run, which has what all have in common."""
         return self.runs[0].run
+
+    @property
+    def is_open(self) -> bool:
+        """True if any of its runs has not ended."""
+        return any(not each.run.outcome for each in self.runs)
 
     @property
     def states(self) -> dict[str, int]:

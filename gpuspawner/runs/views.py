@@ -24,6 +24,8 @@ from .file_views import own_run, record_of
 from .models import FollowedRun, RunRecord, RunState
 from .rules import slug_of
 from .schemas import LONGEST_TITLE, QuoteAnswer, QuoteBody, RunAnswer, RunBody, RunsAnswer
+from .sweep_views import own_sweep
+from .sweeps import Sweep
 
 SHOWN = 50
 """Runs on a page."""
@@ -121,6 +123,8 @@ class RunFigures:
     """Its position while it waits."""
     record: RunRecord | None = None
     """How far a notebook is that runs."""
+    sweep: Sweep | None = None
+    """The sweep for which its first run stands in the list."""
 
 
 def run_figures(services: Services, found: Sequence[FollowedRun]) -> list[RunFigures]:
@@ -138,6 +142,16 @@ def run_figures(services: Services, found: Sequence[FollowedRun]) -> list[RunFig
     ]
 
 
+def _with_sweeps(services: Services, rows: Sequence[RunFigures]) -> list[RunFigures]:
+    """Return the rows of a list, where a sweep's first run stands for the sweep. Blocks."""
+    return [
+        replace(row, sweep=services.runs.sweep(row.followed.run.sweep))
+        if row.followed.run.sweep
+        else row
+        for row in rows
+    ]
+
+
 class RunsPage(FormPage):
     """The member's runs; for admins also those of everybody."""
 
@@ -149,13 +163,22 @@ class RunsPage(FormPage):
             self.need_admin()
         before = self.get_query_argument("before", "") or None
         user = None if everybody else self.user
-        found = await self.read(self.services.runs.newest, user, SHOWN, before)
+        of_sweep = self.get_query_argument("sweep", "")
+        if of_sweep:
+            found: Sequence[FollowedRun] = (await own_sweep(self, of_sweep)).runs
+            rows = await self.read(run_figures, self.services, found)
+        else:
+            newest = partial(self.services.runs.newest, user, SHOWN, before, leading=True)
+            found = await self.read(newest)
+            rows = await self.read(run_figures, self.services, found)
+            rows = await self.read(_with_sweeps, self.services, rows)
         self.show(
             "runs.html",
-            runs=await self._with_progress(await self.read(run_figures, self.services, found)),
+            runs=await self._with_progress(rows),
+            of_sweep=of_sweep,
             everybody=everybody,
             first=before is None,
-            older=found[-1].run.id if len(found) == SHOWN else None,
+            older=found[-1].run.id if len(found) == SHOWN and not of_sweep else None,
             stopped=self.get_query_argument("stopped", ""),
             words=COLOURS,
             now=self.services.clock(),

@@ -23,6 +23,7 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.ledger.models import member_account
 from gpuspawner.runs.models import Run, Work
 from gpuspawner.runs.rules import slug_of
+from gpuspawner.runs.sweeps import SweepRequest
 from gpuspawner.web.app import ROUTES
 from tests.support.catalog_files import CATALOG, FILES
 from tests.support.compatibility import HUB_6
@@ -116,6 +117,12 @@ def furnish(hub: FurnishedHub) -> dict[str, str]:
         )
         services.runs.submit(run)
         services.runs.refuse(run.id, "Its program ended with exit status 1.")
+    names = [(f"train lr={number}", Work(command=("train",))) for number in range(60)]
+    sweep = SweepRequest(title="train", works=names, options={}, at_most=4)
+    services.runs.submit_all(sweep.runs("ada", "0a1b", services.clock()))
+    for number in range(1, 60):
+        services.runs.refuse(f"train-0a1b-{number:03}", "Its program ended with exit status 1.")
+    services.runs.stop("train-0a1b-060", actor="ada")
     made = hub.call("ada", "POST", "folders", json={"name": "seminar-data"})
     assert made.ok, made.text
     transfer = services.reports.statement_page("member:ada").entries[0].transfer
@@ -173,10 +180,14 @@ SERVICE: dict[str, tuple[tuple[str, str], ...]] = {
     "leases/([0-9a-f]{1,64})/snooze": ((MEMBER, "leases/{lease}/snooze"),),
     "leases/([0-9a-f]{1,64})/restart": ((MEMBER, "leases/{lease}/restart"),),
     "leases/([0-9a-f]{1,64})/refund": ((ADMIN, "leases/{past}/refund"),),
-    "runs": ((MEMBER, "runs"), (ADMIN, "runs?all=1"), (NEW, "runs")),
     "runs/([0-9a-z-]{1,64})": ((MEMBER, "runs/{run}"), (ADMIN, "runs/{run}")),
     "runs/([0-9a-z-]{1,64})/again": ((MEMBER, "runs/{run}/again"),),
+    "runs": (
+        *((MEMBER, "runs"), (MEMBER, "runs?sweep=train-0a1b")),
+        *((ADMIN, "runs?all=1"), (NEW, "runs")),
+    ),
     "runs/([0-9a-z-]{1,64})/stop": ((MEMBER, "runs/{run}/stop"),),
+    "sweeps/([0-9a-z-]{1,60})/stop": ((MEMBER, "sweeps/train-0a1b/stop"),),
     "payer": ((MEMBER, "payer"),),
     "statement": ((MEMBER, "statement"),),
     "accounts": ((ADMIN, "accounts"),),

@@ -120,6 +120,7 @@ RIGHT = {
     "POST api/sweeps/-/quote": Right(OWNER, SWEEP),
     "POST api/sweeps/{sweep}/again": Right(OWNER, {}),
     "DELETE api/sweeps/{sweep}": Right(OWNER),
+    "POST sweeps/{sweep}/stop": Right(OWNER, YES),
     "POST members": Right(ADMIN, {**YES, "lines": "name\n{new}"}),
     "POST members/{entry}/end": Right(ADMIN, YES),
     "POST api/catalog/small/update": Right(ADMIN, {"digest": f"sha256:{'0' * 64}"}),

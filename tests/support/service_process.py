@@ -58,8 +58,11 @@ class StandInHub(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        if urlsplit(self.path).path.endswith("/oauth2/token"):
+        path = urlsplit(self.path).path
+        if path.endswith("/oauth2/token"):
             self._answer(200, {"access_token": token_of(parse_qs(body)["code"][0])})
+        elif path.endswith("/launcher/environments"):
+            self._answer(200, {"environments": []})
         else:
             self._answer(404, {})
 
