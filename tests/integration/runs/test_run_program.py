@@ -224,20 +224,11 @@ def test_full_workspace_keeps_every_finished_cell(tmp_path: Path) -> None:
     assert not output.with_name("output.ipynb.part").exists()
 
 
-BAD = {
-    "": "FileNotFoundError: [Errno 2] No such file or directory: '{file}'",
-    "no JSON": "NotJSONError: Notebook does not appear to be JSON: 'no JSON'",
-}
-
-
-@pytest.mark.parametrize("text", BAD)
-def test_bad_notebook_is_told(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "a.ipynb"
-    if text:
-        file.write_text(text)
+def test_bad_notebook_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.ipynb").write_text("no JSON")
     status, said = carried_out(tmp_path, notebook="a.ipynb")
     assert status == 1
-    assert BAD[text].format(file=file) in said.splitlines()[-1], said
+    assert said.endswith("NotJSONError: Notebook does not appear to be JSON: 'no JSON'\n")
 
 
 def test_missing_kernel_is_told(tmp_path: Path) -> None:
