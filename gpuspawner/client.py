@@ -293,16 +293,18 @@ class Client:
     What changes nothing, or nothing twice, is tried again if the hub does not respond.
 
     Args:
-        address: Of the REST API: ``https://hub.example/services/gpu/api``. If empty, that of the
+        address: Of the REST API: ``https://hub.example/services/gpu/api``. Left out, that of the
             hub whose session this is (``JUPYTERHUB_API_URL``).
-        token: Of the member. If empty, that of this session (``JUPYTERHUB_API_TOKEN``).
+        token: Of the member. Left out, that of this session (``JUPYTERHUB_API_TOKEN``).
         timeout: Seconds to wait for each answer.
 
     Raises:
         ValueError: No address or no token is given, and this is no session.
     """
 
-    def __init__(self, address: str = "", token: str = "", *, timeout: float = 30.0) -> None:
+    def __init__(
+        self, address: str | None = None, token: str | None = None, *, timeout: float = 30.0
+    ) -> None:
         hub = os.environ.get("JUPYTERHUB_API_URL", "").rstrip("/")
         token = token or os.environ.get("JUPYTERHUB_API_TOKEN", "")
         if not token or not (address or hub):

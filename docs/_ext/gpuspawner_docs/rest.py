@@ -97,7 +97,11 @@ class Routes(Generated):
         yield from self._content("Answer", told["responses"]["200"], used)
 
     def _content(self, word: str, held: dict[str, Any], used: list[str]) -> Iterator[str]:
-        schema = held["content"]["application/json"]["schema"]
+        ((media, told),) = held["content"].items()
+        if media != "application/json":
+            yield from (f"{word}: `{media}`.", "")
+            return
+        schema = told["schema"]
         found = document()["components"]["schemas"]
         names = list(dict.fromkeys(refs_of(schema)))
         if word.startswith("Body") and len(names) == 1 and "$ref" in schema:
