@@ -338,6 +338,9 @@ def test_notebook_runs_from_a_copy_with_its_parameters(
     hub.spawn_and_wait(member, {"environment": "base", "gpus": 0})
     ref, files = hub.container_of(member), workspace(folder, member)
     (files / "study.ipynb").write_text(json.dumps(NOTEBOOK))
+    code, said = hub.engine.execute(ref, ("gpuspawner-run", "study.ipynb", "--gpus", "64"))
+    assert code == 1 and "Ask for 2 or fewer" in said
+    assert list((files / "runs").iterdir()) == [], "a refused run leaves no copy"
     words = ("gpuspawner-run", "study.ipynb", "--gpus", "1", "-p", "seed", "7")
     code, said = hub.engine.execute(ref, words)
     assert code == 0, said

@@ -12,7 +12,16 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from gpuspawner_run import LONGEST_TITLE, NoAnswer, Refused, ask, in_workspace, snapshot, workspace
+from gpuspawner_run import (
+    LONGEST_TITLE,
+    NoAnswer,
+    Refused,
+    ask,
+    in_workspace,
+    snapshot,
+    submit_copy,
+    workspace,
+)
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 from jupyter_server.utils import url_path_join
@@ -64,14 +73,9 @@ class Notebooks:
         # After an attempt without an answer the run may be there, and need that copy.
         copy = self._copied.pop(key, "") or snapshot(notebook, body["title"])
         try:
-            run = ask("POST", "", {**body, "notebook": copy})
+            run = submit_copy(body, copy)
         except NoAnswer:
             self._copied[key] = copy
-            raise
-        except Refused:
-            with suppress(OSError):
-                (workspace() / copy).unlink()
-                (workspace() / copy).parent.rmdir()
             raise
         return {"id": run["id"], "folder": run["folder"], "open": self._path(run["folder"])}
 

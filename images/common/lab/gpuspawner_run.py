@@ -116,13 +116,12 @@ def submit(words):
             raise Refused(
                 "a notebook takes its parameters with -p NAME VALUE, and nothing after --"
             )
-        body["notebook"] = snapshot(Path(asked.program), body["title"])
         body["parameters"] = {name: parsed(value) for name, value in asked.parameters}
+        run = submit_copy(body, snapshot(Path(asked.program), body["title"]))
     elif asked.parameters:
         raise Refused("only a notebook has parameters: give a program its arguments after --")
     else:
-        body["command"] = command(asked.program) + rest
-    run = ask("POST", "", body)
+        run = ask("POST", "", {**body, "command": command(asked.program) + rest})
     print(f"{run['id']} is submitted. Its files are in {run['folder']} in your workspace.")
     return 0
 
@@ -273,6 +272,19 @@ def snapshot(notebook, title):
     except OSError as error:
         raise Refused(f"{runs} cannot be written: {error.strerror}") from None
     return f"runs/{folder.name}/input.ipynb"
+
+
+def submit_copy(body, copy):
+    """Submit the run of a copied notebook; the copy goes again if the run is refused."""
+    try:
+        return ask("POST", "", {**body, "notebook": copy})
+    except NoAnswer:
+        raise  # the run may be there, and need its copy
+    except Refused:
+        with suppress(OSError):
+            (workspace() / copy).unlink()
+            (workspace() / copy).parent.rmdir()
+        raise
 
 
 def parsed(value):
