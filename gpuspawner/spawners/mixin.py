@@ -587,14 +587,14 @@ class GPUSpawnerMixin(Spawner):
     async def _prepare(self, request: Request) -> None:
         """Do what precedes the request for a lease."""
         try:
-            await self._await_comparison()
+            await self.await_comparison()
             if self.looks_first(request):
                 await self.look_at_files(request)
         except asyncio.CancelledError:
             self.acquisition.leave(self.server_ref)
             raise
 
-    async def _await_comparison(self) -> None:
+    async def await_comparison(self) -> None:
         """Wait for the comparison after a hub start, with progress.
 
         A start resumed from the queue waits as long as a start may take; others are refused sooner.

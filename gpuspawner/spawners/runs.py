@@ -27,7 +27,7 @@ from ..core.errors import (
     Unavailable,
 )
 from ..leases.models import LeaseState, Request, Terms
-from ..runs.models import FollowedRun, Run, Work
+from ..runs.models import FollowedRun, Run, RunState, Work
 from ..runs.rules import slug_of
 from ..runs.sweeps import SweepPrice, SweepRequest
 from ..services import Services, hub_services
@@ -212,6 +212,10 @@ class RunLauncher:
             user = self._user(run.user)
             spawner = self._spawner(user, run)
             await spawner.apply_group_overrides()
+            await spawner.await_comparison()
+            followed = await self.services.run(self.services.runs.get, run.id)
+            if followed.state is not RunState.WAITING:
+                return  # its program was begun by an earlier process of the hub, or it has ended
             try:
                 await maybe_future(spawner.run_pre_spawn_hook())
             except Exception:

@@ -81,7 +81,8 @@ def test_killed_hub_starts_no_more_than_at_most_and_all_end_once(hub: GPUHub, me
     assert found["states"] == {"done": 5}
     # A kill between grant and container costs nothing, and the run gets another lease.
     charged = [lease for lease in hub.leases(member) if lease.charged]
-    assert sorted(x.server.run_id for x in charged) == [run["id"] for run in found["runs"]]
+    told = [(x.server.run_id, x.granted_at, x.started_at, x.end_reason) for x in charged]
+    assert sorted(run_id for run_id, *_ in told) == [run["id"] for run in found["runs"]], told
     assert Decimal(found["charged"]) * MICRO == sum(lease.charged for lease in charged)
     assert hub.taken() == {}
 
