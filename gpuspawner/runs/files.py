@@ -43,6 +43,9 @@ LARGEST_LOG = 512 << 20
 IDLE_SECONDS = 30.0
 """Seconds after which a mount that nobody uses is removed."""
 
+LOCK_SECONDS = 10.0
+"""Seconds to wait for who reads in the same workspace: their engine may hang."""
+
 RECORD_SECONDS = 2.0
 """Seconds for which what a run recorded is used again."""
 
@@ -243,11 +246,15 @@ class RunFiles:
             kept = self._kept.setdefault((engine.name, source), _KeptMount())
             kept.users += 1
         try:
-            with kept.lock:
+            if not kept.lock.acquire(timeout=LOCK_SECONDS):
+                raise EngineUnavailable()
+            try:
                 if kept.mount is None or not kept.mount.is_mounted():
                     kept.mount = None
                     kept.mount = engine.mount_workspace(source)
                 yield kept.mount
+            finally:
+                kept.lock.release()
         finally:
             with self._lock:
                 kept.users -= 1
