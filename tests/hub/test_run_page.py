@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import pytest
 import requests
 from playwright.sync_api import Browser, Page
 
+from gpuspawner.runs.file_views import RECORD_PATIENCE
+from gpuspawner.runs.files import RECORD_SECONDS
 from tests.hub.test_runs import CATALOG, CONFIG, ended, in_state, run_of, submit, workspace
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
 from tests.support.hub import ADMIN
 from tests.support.pages import WIDE, add_cookies, look_over_page
-from tests.support.processes import free_port, wait_for
+from tests.support.processes import PATIENCE, free_port, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -367,3 +370,26 @@ def test_each_trouble_is_a_sentence(
     assert page.get_by_role("link", name="receipt").count() == 1, "all else is there"
     assert not gone.exists() and last["state"] == "done"
     assert log_of(hub, member, waits).status_code == 404
+
+
+def test_engine_that_hangs_delays_nothing_else(hub: GPUHub, member: str, folder: Path) -> None:
+    hub.browser_of(member)
+    ended(hub, member, submit(hub, member, command=["true"])["id"])
+    waits = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.1)"
+    (workspace(folder, member) / "study.ipynb").write_text(notebook("seed = 1", waits))
+    run_id = submit(hub, member, notebook="study.ipynb")["id"]
+    wait_for(lambda: run_of(hub, member, run_id)["cell"] == 2, "its last cell", timeout=90)
+    time.sleep(RECORD_SECONDS)
+    with ThreadPoolExecutor(4) as threads, hub.engine.hung():
+        asked = [threads.submit(log_of, hub, member, run_id) for _ in range(4)]
+        began = time.monotonic()
+        told = run_of(hub, member, run_id)
+        assert (told["state"], told["cell"]) == ("running", None)
+        assert time.monotonic() - began < 2 * RECORD_PATIENCE
+        began = time.monotonic()
+        assert hub.call(member, "GET", "me").ok
+        assert time.monotonic() - began < 2 * PATIENCE
+        assert [each.result().status_code for each in asked] == [503] * 4
+    assert run_of(hub, member, run_id)["state"] == "running"
+    (workspace(folder, member) / "go").touch()
+    assert ended(hub, member, run_id)["state"] == "done"

@@ -12,7 +12,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -138,6 +139,17 @@ class PrivateEngine:
         if self._daemon:
             self._daemon.wait(timeout=20)
             self._daemon = None
+
+    @contextmanager
+    def hung(self) -> Iterator[None]:
+        """The daemon answers nothing meanwhile; its containers go on."""
+        daemon = self._pid()
+        assert daemon
+        processes.signal_pid(daemon, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            processes.signal_pid(daemon, signal.SIGCONT)
 
     def clean(self) -> None:
         """Remove every container, volume and network; images stay, but for members' own."""
