@@ -76,7 +76,7 @@ def test_program_is_warned_before_the_end(tmp_path: Path, handles: bool) -> None
 
 def test_stop_lets_the_program_save(tmp_path: Path) -> None:
     program = (
-        "import time\nprint('on', flush=True)\ntry: time.sleep(60)\n"
+        "import time\ntry: print('on', flush=True); time.sleep(60)\n"
         "except KeyboardInterrupt: print('saved')"
     )
     process = start(tmp_path, command=python(program))
@@ -91,7 +91,7 @@ def test_stop_lets_the_program_save(tmp_path: Path) -> None:
 def test_program_makes_room(tmp_path: Path, handles: bool) -> None:
     """It is warned if it handles that; else it is interrupted at once, and may save."""
     handler = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
-    program = "import time; print('on', flush=True)\ntry: time.sleep(60)\n"
+    program = "import time\ntry: print('on', flush=True); time.sleep(60)\n"
     program += "except KeyboardInterrupt: print('saved', flush=True); raise"
     process = start(tmp_path, command=python((handler if handles else "") + program))
     log = tmp_path / "runs/one/run.log"
