@@ -275,6 +275,11 @@ Url = Annotated[str, Checked(_url, _URL)]
 # Mounts.
 
 
+def _is_unsafe(path: str) -> bool:
+    """Return True if a path has what engines separate paths with, or leads upwards."""
+    return ":" in path or "\\" in path or ".." in path.split("/")
+
+
 def _source(value: object) -> str:
     found = text(value)
     if "{" in found or "}" in found:
@@ -284,7 +289,7 @@ def _source(value: object) -> str:
         )
     if found.startswith("/"):
         path = "/" + posixpath.normpath(found).lstrip("/")  # normpath keeps two leading slashes
-        if ":" in found or path == "/" or ".." in found.split("/"):
+        if path == "/" or _is_unsafe(found):
             raise ValueError(f"is {shown(found)}. Write the absolute path of one folder.")
         return path
     if not re.fullmatch(_NAME, found):
@@ -301,7 +306,7 @@ Source = Annotated[str, Checked(_source, _SOURCE)]
 
 def _target(value: object) -> str:
     found = text(value)
-    if not found.startswith("/") or ":" in found or ".." in found.split("/"):
+    if not found.startswith("/") or _is_unsafe(found):
         raise ValueError(f"is {shown(found)}. Write an absolute path such as /datasets/images.")
     found = "/" + posixpath.normpath(found).lstrip("/")
     for reserved in _RESERVED_TARGETS:
