@@ -206,15 +206,15 @@ def event_loop(hub: GPUHub, seconds: int) -> tuple[float, list[float], list[floa
     )
 
 
-def waiting(report: Report, it: Hub, seconds: int = 30) -> None:
-    """The rows of a thousand runs that wait."""
+def waiting(report: Report, it: Hub, count: int, seconds: int = 30) -> None:
+    """The rows of so many runs that wait."""
     hub = it.hub
     for _ in range(GPUS):
         submit(hub, USER, command=["sleep", "3600"], options={"hours": 2})
     wait_for(lambda: len(hub.taken()) == GPUS, "runs on all GPUs", timeout=60)
     without = event_loop(hub, seconds)
-    say(f"submitting {WAITING} runs")
-    for number in range(WAITING):
+    say(f"submitting {count} runs")
+    for number in range(count):
         submit(hub, f"member{number % MEMBERS}", command=["true"], options={"hours": 1})
     beside = event_loop(hub, seconds)
     names = ("the hub's processor, %", "worst tick of a second, ms", "longest step, ms")
@@ -223,7 +223,7 @@ def waiting(report: Report, it: Hub, seconds: int = 30) -> None:
             texts = f"{100 * ours:.1f}", f"{100 * base:.1f}", f"{ours / base:.2f}"
         else:
             texts = Series(tuple(ours)).text(), Series(tuple(base)).text(), ""
-        report.row(f"{WAITING} waiting runs: {name}", str(seconds), *texts)
+        report.row(f"{count} waiting runs: {name}", str(seconds), *texts)
     report.figure("waiting_processor_share", beside[0])
     report.figure("waiting_processor_share_without", without[0])
 
@@ -368,13 +368,14 @@ def days(report: Report, count: int) -> None:
 def main() -> None:
     parser = argument_parser(__doc__, runs=10)
     parser.add_argument("--days", type=int, default=10, help="days that are played (10)")
+    parser.add_argument("--waiting", type=int, default=WAITING, help=f"that wait ({WAITING})")
     args = parser.parse_args()
     report = Report("runs", ("what", "runs", "ours", "baseline", "ratio"))
     report.figure("runs", args.runs)
     days(report, args.days)
     with started() as it:
         first_cell(report, it, args.runs)
-        waiting(report, it)
+        waiting(report, it, args.waiting)
         it.hub.kill9()
     report.print(args.json)
 

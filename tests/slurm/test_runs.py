@@ -73,7 +73,9 @@ def lease_of(hub: SlurmHub, run_id: str) -> Lease:
 
 @pytest.mark.parametrize(("status", "state"), [(0, "done"), (3, "failed")])
 def test_run_ends_with_its_program(hub: SlurmHub, member: str, status: int, state: str) -> None:
-    run_id = submit(hub, member, f"import sys; print('the end'); sys.exit({status})")
+    run_id = submit(
+        hub, member, f"import sys, time; time.sleep(2); print('the end'); sys.exit({status})"
+    )
     run = in_state(hub, member, run_id, "done", "failed", "stopped")
     assert (run["state"], run["exit_status"]) == (state, status)
     assert run["reason"].endswith("" if state == "done" else "Its last line: the end")
