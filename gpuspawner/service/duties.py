@@ -369,6 +369,10 @@ class RunDuty(TickDuty):
 
     async def _release(self, lease: Lease, sighting: Sighting) -> None:
         """Settle the lease of a run whose container is proven to have ended."""
+        if lease.state is LeaseState.GRANTED and sighting.started_at:
+            # It ended before the hub saw it run, such as while that was down: its time counts.
+            confirm = partial(self.services.leases.confirm, started_at=sighting.started_at)
+            await self.services.run(confirm, lease.id, sighting.ref)
         await self.services.run(
             self.services.leases.release,
             lease.id,

@@ -270,13 +270,15 @@ def test_run_whose_engine_died_begins_again(hub: GPUHub, member: str) -> None:
     assert_all_given_back(hub)
 
 
-@pytest.mark.parametrize("moment", ["submitted", "running", "ending"])
+@pytest.mark.parametrize("moment", ["submitted", "starting", "running", "ending"])
 def test_run_ends_once_though_hub_and_service_are_killed(
     hub: GPUHub, member: str, moment: str
 ) -> None:
     program = "import time; time.sleep(4)"
     run_id = submit(hub, member, command=["python3", "-c", program])["id"]
-    if moment != "submitted":
+    if moment == "starting":
+        wait_for(lambda: hub.engine.client.containers() != [], "the container", interval=0.01)
+    elif moment != "submitted":
         in_state(hub, member, run_id, "running")
     if moment == "ending":
         wait_for(lambda: hub.engine.client.containers() == [], "the end of the program")

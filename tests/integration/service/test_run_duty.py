@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
 from gpuspawner.core.errors import Unavailable
-from gpuspawner.leases.models import Request, ServerRef, Terms
+from gpuspawner.leases.models import Lease, Request, ServerRef, Sighting, Terms
 from gpuspawner.runs.models import Run, RunState, Work
 from gpuspawner.service import duties
 from gpuspawner.service.duties import RunDuty
 from gpuspawner.services import Services
-from tests.support.brokers import T0, Make
+from tests.support.brokers import T0, Clock, Make
 from tests.support.rounds import SITE, ScriptedHub, make_tick
 
 
@@ -66,3 +68,43 @@ async def test_member_who_is_back_keeps_their_runs(
     monkeypatch.setattr(duties, "MEMBER_GONE_SECONDS", 0.05)
     await duty.end_gone()
     assert services.runs.get(waits).state is RunState.WAITING, "the time begins anew"
+
+
+class EndedEngine:
+    """An engine with one container, whose program ran for 90 seconds and has ended."""
+
+    name = "docker"
+
+    def __init__(self, lease: Lease) -> None:
+        began = lease.granted_at
+        self.found = [
+            Sighting(
+                lease_id=lease.id,
+                ref="container",
+                server=lease.server,
+                alive=False,
+                started_at=began,
+                ended_at=began + timedelta(seconds=90),
+                exit_code=0,
+            )
+        ]
+
+    def sightings(self) -> list[Sighting]:
+        return self.found
+
+    def end(self, sighting: Sighting) -> None:
+        self.found = []
+
+
+async def test_program_that_ended_unseen_is_charged(services: Services, hub: ScriptedHub) -> None:
+    """The hub was killed between the container's start and the confirmation of its lease."""
+    run_id = submit(services, "ada")
+    server = services.runs.get(run_id).run.server
+    terms = Terms(wait=True, seconds=3600)
+    lease = services.queue.ask(server, Request(devices=1), engine="docker", terms=terms)
+    assert isinstance(lease, Lease) and lease.rate
+    Clock.of(services).forward(seconds=120)
+    with pytest.raises(Unavailable):  # by the scripted Hub, which is asked last, and starts no run
+        await RunDuty(make_tick(services, hub, EndedEngine(lease))).round()
+    assert services.runs.get(run_id).state is RunState.DONE
+    assert services.leases.get(lease.id).charged == lease.rate * 90 // 3600
