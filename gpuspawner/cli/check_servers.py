@@ -30,6 +30,7 @@ from ..engines.preflight import (
     no_answer,
     prove_injection,
 )
+from ..engines.scratch import check_scratch
 from ..slurm.cluster import Node
 from ..slurm.telemetry import MOST_APART, seconds_ahead
 from ..storage.quotas import Quotas
@@ -137,10 +138,22 @@ def check_docker(
         yield CheckFinding("hub API", Status.UNCHECKED, why)
     limit = int(getattr(hub.spawner, "disk_limit", 0))
     yield check_disk(client, image, limit, is_local=hub.engine_is_local, why=why)
+    yield from _check_scratch(client, hub)
     yield _check_workspace(client, image, hub, why)
     yield from check_quotas(hub)
     if catalog is not None and (mounts := (*catalog.datasets, *catalog.shared_folders)):
         yield _check_mounts(client, mounts, hub)
+
+
+def _check_scratch(client: docker.APIClient, hub: HubSettings) -> Iterator[CheckFinding]:
+    finding = check_scratch(
+        client,
+        int(getattr(hub.spawner, "scratch_size", 0)),
+        is_local=hub.engine_is_local,
+        is_removed=bool(getattr(hub.spawner, "remove", False)),
+    )
+    if finding is not None:
+        yield finding
 
 
 def check_local(hub: HubSettings) -> Iterator[CheckFinding]:

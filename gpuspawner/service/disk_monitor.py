@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from ..core.aio import in_daemon_thread
 from ..core.errors import EngineUnavailable, Unavailable
 from ..engines.disk_usage import SPARE, LimitedContainer, limited, room, size, written_bytes
 from ..engines.docker import DockerEngine, client_from_environment
+from ..engines.scratch import remove_unused
 from ..leases.models import Lease
 from ..slurm.cluster import Cluster
 from ..slurm.images import connector
@@ -211,6 +213,44 @@ class Disk:
             self.tick.well(self._part)
 
 
+SCRATCH_SECONDS = 60.0
+"""Seconds between two searches for scratch volumes that lost their container."""
+
+
+class ScratchDuty(TickDuty):
+    """Deletes the scratch volumes that are left if a process was killed during a stop.
+
+    An engine is asked while it has leases, and until it answered once after the last one.
+    """
+
+    def __init__(
+        self,
+        tick: Tick,
+        engines: Mapping[str, DockerEngine],
+        machine_of: Callable[[Lease], str],
+    ) -> None:
+        """``machine_of`` returns the key in ``engines`` for a lease, or an empty string."""
+        super().__init__(tick)
+        self._engines = engines
+        self._machine_of = machine_of
+        self._due = set(engines)
+
+    async def round(self) -> None:
+        """Ask every engine that is due. Raises StoreUnavailable."""
+        leases = await self.services.run(self.services.leases.open_leases)
+        busy = {self._machine_of(lease) for lease in leases} & self._engines.keys()
+        self._due |= busy
+        await asyncio.gather(*(self._sweep(name, name in busy) for name in sorted(self._due)))
+
+    async def _sweep(self, machine: str, is_busy: bool) -> None:
+        with suppress(EngineUnavailable):  # other duties report that
+            removed = await _in_thread(lambda: self._engines[machine].call(remove_unused))
+            for lease_id in removed:
+                self.log.info("Deleted the scratch directory of lease %s", lease_id)
+            if not is_busy:
+                self._due.discard(machine)
+
+
 def node_of(cluster: Cluster, engine: str, lease: Lease) -> str:
     """Return the name of the machine with a lease's server; empty if not in the cluster."""
     if lease.engine != engine or not lease.devices:
@@ -222,14 +262,25 @@ def node_of(cluster: Cluster, engine: str, lease: Lease) -> str:
 def disk_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
     """Return the duties for containers: of this machine's engine, and of those of a cluster."""
     engine = DockerEngine(partial(client_from_environment, PATIENCE_SECONDS))
-    here = DiskDuty(tick, {HERE: engine}, lambda x: HERE if x.engine == engine.name else "", poke)
-    rounds: list[Round] = [(LOOK_SECONDS, "Disk", here.round)]
+
+    def machine_of(lease: Lease) -> str:
+        return HERE if lease.engine == engine.name else ""
+
+    here = DiskDuty(tick, {HERE: engine}, machine_of, poke)
+    scratch = ScratchDuty(tick, {HERE: engine}, machine_of)
+    rounds: list[Round] = [
+        (LOOK_SECONDS, "Disk", here.round),
+        (SCRATCH_SECONDS, "Scratch", scratch.round),
+    ]
     delegate = tick.services.delegation.delegate
     if isinstance(delegate, SlurmDelegate):
         cluster = delegate.cluster
         nodes = {x.name: DockerEngine(connector(x, PATIENCE_SECONDS)) for x in cluster.nodes}
-        on_nodes = DiskDuty(tick, nodes, partial(node_of, cluster, delegate.engine), poke)
-        rounds.append((LOOK_SECONDS, "Disks of nodes", on_nodes.round))
+        find = partial(node_of, cluster, delegate.engine)
+        rounds += [
+            (LOOK_SECONDS, "Disks of nodes", DiskDuty(tick, nodes, find, poke).round),
+            (SCRATCH_SECONDS, "Scratch of nodes", ScratchDuty(tick, nodes, find).round),
+        ]
     return rounds
 
 

@@ -29,6 +29,8 @@ from ..engines.injection import (
     without_gpus,
 )
 from ..engines.preflight import prove_injection
+from ..engines.scratch import Scratch
+from ..engines.scratch import refusal as scratch_refusal
 from ..leases.models import Lease
 from ..services import Services
 from ..storage.quotas import MEASURE_SECONDS
@@ -163,6 +165,7 @@ class ContainerSettings:
     """The lease's variables; they override those set elsewhere."""
     hardening: Hardening | None = None
     disk: DiskLimit | None = None
+    scratch: Scratch | None = None
 
 
 def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> dict[str, Any]:
@@ -184,6 +187,8 @@ def build(create: dict[str, Any], lease: Lease, settings: ContainerSettings) -> 
     _pytorch_defaults(host, settings)
     host["AutoRemove"] = False  # the spawner removes it, after reading the exit code and the logs
     host["Binds"] = [*(host.get("Binds") or []), *settings.binds]
+    if settings.scratch:
+        host["Mounts"] = [*(host.get("Mounts") or []), settings.scratch.mount(lease.id)]
     built["host_config"] = host
     if settings.image:
         built["image"] = settings.image
@@ -369,6 +374,20 @@ class EngineAbilities:
         if said:
             self.log.warning("The engine (%s) limits no container: %s", storage_of(info), said)
         return "" if said else driver
+
+    async def scratch(self, calls: EngineCalls, target: str, limit: int) -> Scratch:
+        """Return a scratch directory of ``limit`` bytes, limited by the engine if it can.
+
+        Whether it can is tested once, with a volume.
+        """
+
+        async def test() -> str:
+            said = await calls.ask(lambda: scratch_refusal(calls.client, limit))
+            if said:
+                self.log.warning("The engine limits no scratch directory: %s", said)
+            return said
+
+        return Scratch(target, limit, is_enforced=not await self._once("scratch", test))
 
     async def memory(self, calls: EngineCalls) -> int:
         """Return the memory of the engine's machine in bytes; 0 if it is not reported."""

@@ -24,6 +24,7 @@ from traitlets import Bool, CaselessStrEnum, Dict, Float, Integer, List, Unicode
 from ..catalog.models import Environment
 from ..core.errors import EngineUnavailable, GPUSpawnerError, StartFailed
 from ..engines.base import LABEL_LEASE
+from ..engines.disk_usage import size
 from ..engines.docker import (
     DockerEngine,
     belongs_to,
@@ -33,6 +34,7 @@ from ..engines.docker import (
     sighting_of,
 )
 from ..engines.injection import KEPT_CAPABILITIES, MODES, Hardening, dangers
+from ..engines.scratch import Scratch, archive_of
 from ..leases.models import Lease, Request
 from ..runs.models import Run
 from ..storage.shared_folders import FolderMount
@@ -55,6 +57,7 @@ from .container import (
     make_threads,
     with_zeros,
 )
+from .form import templates
 from .member_images import (
     KeptImages,
     OwnImages,
@@ -242,6 +245,34 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         """,
     )
 
+    scratch_size = ByteSpecification(
+        0,
+        config=True,
+        help="""
+        The size of the scratch directory that each session and run gets: fast local disk, deleted
+        with everything in it at the end. Members are told so. 0: none. ``group_overrides`` can set
+        it for a group.
+
+        It is a volume of the engine, on the disk of the engine's data. That must be XFS mounted
+        with ``pquota`` for the size to be enforced; ``gpuspawner check`` says whether it is. There
+        is none if containers are kept (``remove = False``). Example::
+
+            c.GPUDockerSpawner.scratch_size = "200G"
+        """,
+    )
+
+    scratch_target = Unicode(
+        "/scratch",
+        config=True,
+        help="""
+        Where the scratch directory is in the container. Programs find it in ``GPUSPAWNER_SCRATCH``.
+
+        Example::
+
+            c.GPUDockerSpawner.scratch_target = "/scratch"
+        """,
+    )
+
     _changing: asyncio.Future[Any] | None = None
     _last_alone: tuple[float, str, str] | None = None
     """When the engine reported that nothing but this container, which had ended, could hold the
@@ -403,7 +434,19 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
                 memory=int(await self.abilities.memory(calls) * share) if share else 0,
             ),
             disk=await self.abilities.disk_limit(calls, starts_from, int(self.disk_limit)),
+            scratch=await self._scratch(),
         )
+
+    async def _scratch(self) -> Scratch | None:
+        if not self.has_scratch:
+            return None
+        limit = int(self.scratch_size)
+        return await self.abilities.scratch(self.calls, self.scratch_target, limit)
+
+    @property
+    def has_scratch(self) -> bool:
+        """True if this start has a scratch directory: its container is removed with it."""
+        return bool(self.scratch_size) and self.remove
 
     async def _injection_mode(self, uuids: Sequence[str]) -> str:
         if self.gpu_injection != "auto":
@@ -424,6 +467,11 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             return self.workspace.format(**self.template_namespace())
         except (ValueError, KeyError):
             return self.workspace  # as DockerSpawner does with volumes
+
+    @property
+    def _kept_folder(self) -> str:
+        """Where in the container files are kept; empty for nowhere."""
+        return self.workspace_target if self.workspace_source else ""
 
     @property
     def _workspace(self) -> MountedWorkspace:
@@ -449,10 +497,11 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             await self.services.run_outside(look_for, self.connect, own, self._own_rules())
 
     async def get_options_form(self) -> str:
-        """Return the spawn form, with two optional parts around it.
+        """Return the spawn form, with optional parts around it.
 
-        Above it is a line about the member's files if they have a limit, below it a field for an
-        own image if the member's groups may bring one.
+        Above it is a line about the member's files if they have a limit, and one about the scratch
+        directory if there is one; below it a field for an own image if the member's groups may
+        bring one.
         """
         form = await super().get_options_form()
         files = ""
@@ -460,7 +509,17 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         if workspace.is_limited:
             with suppress(GPUSpawnerError):  # the form itself reports the problem
                 files = await workspace.line(self.services)
+        files += await self.spawn_form.within_group_limits(self._scratch_line)
         return files + form + self._own_image_field()
+
+    def _scratch_line(self) -> str:
+        if not self.has_scratch:
+            return ""
+        return templates.get_template("scratch.html").render(
+            target=self.scratch_target,
+            limit=size(int(self.scratch_size)),
+            kept=self._kept_folder,
+        )
 
     def storage(self) -> Storage:
         """Return what this start mounts."""
@@ -606,9 +665,13 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
             host = await host
         self.extra_host_config = host
         try:
-            return await super().create_object()
+            created = await super().create_object()
         finally:
             self.extra_host_config = configured
+        if self.has_scratch and created:
+            place, archive = archive_of(self.scratch_target, self._kept_folder)
+            await self.calls.call("put_archive", created[self.object_id_key], place, archive)
+        return created
 
     def _with_own_zeros(self, host: dict[str, Any]) -> dict[str, Any]:
         """Return the HostConfig with every 0 that the admin set; see :func:`with_zeros`."""
@@ -711,6 +774,8 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         env: dict[str, str] = DockerSpawner.get_env(self) if self._plain else super().get_env()
         if self.workspace_source:
             env["GPUSPAWNER_WORKSPACE"] = self.workspace_target
+        if self.has_scratch and not self._plain:
+            env["GPUSPAWNER_SCRATCH"] = self.scratch_target
         return env
 
     async def _release(self, reason: str) -> bool:

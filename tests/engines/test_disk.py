@@ -87,6 +87,15 @@ def test_xfs_enforces_the_quotas_of_workspaces(told: Any) -> None:
     assert told["quotas"] == ""
 
 
+def test_engine_with_quotas_limits_each_scratch_directory(told: Any) -> None:
+    found = told["overlay2"]["scratch"]
+    assert found["refusal"] == ""
+    assert "No space left" in found["hog"] and "10+0 records out" in found["neighbour"]
+    said = "Each session has a scratch directory of 20 MB; the engine itself refuses more."
+    assert found["check"] == said
+    assert found["left"] == []
+
+
 def test_full_container_does_not_affect_its_neighbor(told: Any) -> None:
     assert "10+0 records out" in told["overlay2"]["neighbour"]
     assert told["overlay2"]["neighbour judged"] == [10 * MB, ""]

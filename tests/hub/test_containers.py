@@ -12,6 +12,7 @@ import pytest
 import requests
 from playwright.sync_api import Browser, expect
 
+from gpuspawner.engines.scratch import LABEL_SCRATCH
 from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.ledger.rules import owed
 from gpuspawner.notifications.models import NoticeKind
@@ -21,7 +22,7 @@ from tests.support.browser import screenshot
 from tests.support.device_loss import take_devices
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, assert_in_words
-from tests.support.pages import WIDE, look_over, sign_in
+from tests.support.pages import WIDE, add_cookies, look_over, look_over_page, sign_in
 from tests.support.paying_hub import service_lines
 from tests.support.processes import environment_of, free_port, wait_for
 
@@ -29,7 +30,9 @@ CONFIG = """
 c.Accounting.reconcile_seconds = 3
 service_constants["gpuspawner.service.device_monitor.CONTAINERS_SECONDS"] = 1
 c.Spawner.poll_interval = 3600  # only the accounting service looks for servers that are gone
+service_constants["gpuspawner.service.disk_monitor.SCRATCH_SECONDS"] = 1
 c.GPUDockerSpawner.disk_limit = "60M"
+c.GPUDockerSpawner.scratch_size = "40M"
 c.GPUDockerSpawner.workspace = "disk-{{username}}"
 c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1}}
 from jupyterhub.services import service
@@ -191,3 +194,43 @@ def test_only_server_over_its_disk_limit_is_stopped(hub: GPUHub, services: Servi
     size = hub.shell("bob", "du -m /home/jovyan/work/large")[1].split()[0]
     assert size in ("100", "101")
     assert "Traceback" not in hub.log_text()[said_before:]
+
+
+def scratch_volumes(hub: GPUHub) -> list[str]:
+    """The leases with a scratch directory on the engine."""
+    listed = hub.engine.client.volumes(filters={"label": LABEL_SCRATCH})["Volumes"] or []
+    return [str(each["Labels"][LABEL_SCRATCH]) for each in listed]
+
+
+def test_scratch_is_the_sessions_own_and_gone_with_it(hub: GPUHub, browser: Browser) -> None:
+    page = browser.new_page(viewport=WIDE)
+    add_cookies(page, hub, "sam")
+    page.goto(f"{hub.url}/hub/spawn")
+    line = page.locator(".gpuspawner-scratch")
+    expect(line).to_contain_text("/scratch is 40 MB of fast local disk.")
+    expect(line).to_contain_text(
+        "It is deleted when your session ends; keep files in /home/jovyan/work."
+    )
+    assert look_over_page(page, "scratch-form") == []
+    page.close()
+
+    hub.spawn_and_wait("sam", {"environment": "instant"})
+    [lease] = hub.open_leases("sam")
+    assert scratch_volumes(hub).count(lease.id) == 1
+    assert hub.environment_of("sam")["GPUSPAWNER_SCRATCH"] == "/scratch"
+    write(hub, "sam", "/scratch/large", 30)
+    assert hub.shell("sam", "cat /scratch/*.txt")[1].startswith("This is your scratch directory")
+    hub.stop_server("sam")
+    wait_for(lambda: lease.id not in scratch_volumes(hub), "the end of the directory", timeout=30)
+
+    hub.spawn_and_wait("sam", {"environment": "instant"})
+    assert hub.shell("sam", "ls /scratch")[1].split() == ["DELETED-AT-THE-END.txt"]
+
+
+def test_service_deletes_scratch_that_lost_its_container(hub: GPUHub) -> None:
+    hub.spawn_and_wait("tom", {"environment": "instant"})
+    [lease] = hub.open_leases("tom")
+    assert lease.id in scratch_volumes(hub)
+    hub.engine.client.remove_container(hub.container_of("tom"), force=True, v=False)
+    wait_for(lambda: lease.id not in scratch_volumes(hub), "the end of the directory", timeout=30)
+    wait_for(lambda: not hub.open_leases("tom"), "the settlement", timeout=30)

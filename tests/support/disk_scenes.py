@@ -17,6 +17,7 @@ from typing import Any
 
 import docker
 
+from gpuspawner.engines import scratch
 from gpuspawner.engines.disk_usage import (
     check_disk,
     label_of,
@@ -132,7 +133,28 @@ def scene(driver: str, data: Path, **wishes: int) -> dict[str, Any]:
             written = written_bytes(client, each.container_id) or 0
             found[f"{each.lease_id} judged"] = [written, each.judge(written)]
             client.remove_container(each.container_id, force=True)
+        if driver == "overlay2":
+            found["scratch"] = scratch_scene(client)
         return found
+
+
+def scratch_scene(client: docker.APIClient) -> dict[str, Any]:
+    """A container that fills its scratch directory, and its neighbour's."""
+    found: dict[str, Any] = {"refusal": scratch.refusal(client, LIMIT)}
+    for user, megabytes in (("hog", 40), ("neighbour", 10)):
+        mount = scratch.Scratch("/scratch", LIMIT, is_enforced=True).mount(user)
+        host = {"NetworkMode": "none", "Mounts": [mount]}
+        script = f"dd if=/dev/zero of=/scratch/large bs=1M count={megabytes} conv=fsync; echo done"
+        made = client.create_container(LARGE, ["sh", "-c", script], host_config=host)
+        client.put_archive(made["Id"], *scratch.archive_of("/scratch", ""))
+        client.start(made["Id"])
+        client.wait(made["Id"])
+        found[user] = client.logs(made["Id"]).decode()
+        client.remove_container(made["Id"], v=True)
+    check = scratch.check_scratch(client, LIMIT, is_local=True, is_removed=True)
+    found["check"] = check.text if check else ""
+    found["left"] = [volume["Name"] for volume in client.volumes()["Volumes"] or []]
+    return found
 
 
 def quotas(folder: Path) -> str:

@@ -72,6 +72,8 @@ SERVERS = {
     "GPUSPAWNER_GPU_UUIDS": "Their UUIDs, separated by commas.",
     "GPUSPAWNER_LEASE_ID": "The id of the lease; empty without one.",
     "GPUSPAWNER_RATE": "Credits an hour for all leased devices together.",
+    "GPUSPAWNER_SCRATCH": "Where the scratch directory is; unset without one.",
+    "GPUSPAWNER_WORKSPACE": "Where the workspace is; unset without one.",
     "NVIDIA_DRIVER_CAPABILITIES": "`compute,utility`, unless the environment or the image says "
     "otherwise.",
     "NVIDIA_VISIBLE_DEVICES": "The UUIDs of the leased devices, or `void`.",
@@ -85,7 +87,6 @@ RUNS = {
     "GPUSPAWNER_RUN_SECONDS": "Its time limit; empty without one.",
     "GPUSPAWNER_RUN_WORK": "What it carries out, as JSON.",
     "GPUSPAWNER_STOP_AT": "When its time limit is over, as ISO 8601.",
-    "GPUSPAWNER_WORKSPACE": "Where the workspace is, also in a session; unset without one.",
 }
 """What a run finds besides."""
 
@@ -173,22 +174,28 @@ def given_to_servers() -> set[str]:
                 and each.func.attr == "setdefault"
                 and isinstance(each.args[0], ast.Constant)
             }
-            return {word for word in words if word and word.isupper()}
+            return {word for word in words if word and word.isupper()} | _given_in_docker()
     raise LookupError(f"{path} has no with_lease_environment")
+
+
+def _given_in_docker() -> set[str]:
+    """Return the variables that the spawner for Docker adds."""
+    path = REPO / "gpuspawner" / "spawners" / "docker.py"
+    return set(re.findall(r'env\["(GPUSPAWNER_[A-Z_]+)"\] = ', path.read_text(encoding="utf-8")))
 
 
 def given_to_runs() -> set[str]:
     """Return the variables that a run has, besides those of a server."""
     program = (REPO / "gpuspawner" / "runs" / "run_program.py").read_text(encoding="utf-8")
     found = re.findall(r'"(GPUSPAWNER_[A-Z_]+)"', program + inspect.getsource(run_environment))
-    return set(found)
+    return set(found) - set(SERVERS)
 
 
 def problems() -> Iterator[str]:
     """Yield a sentence for each variable without a line, and for each line without a variable."""
     read = set(read_by_programs())
     described = {*ADMINS, *SECRETS, *DEMO, *SERVICE}
-    for name in sorted(read - described - ELSEWHERE - set(RUNS)):
+    for name in sorted(read - described - ELSEWHERE - set(SERVERS) - set(RUNS)):
         yield f"{name} is read by {', '.join(sorted(read_by_programs()[name]))}: describe it"
     for name in sorted(described - read):
         yield f"{name} is described, and nothing reads it"
