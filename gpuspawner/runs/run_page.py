@@ -14,7 +14,7 @@ from ..web.pages import FormPage
 from .file_views import files_of, own_run
 from .files import OUTPUT, FilePart
 from .models import FollowedRun, RunRecord, RunState
-from .rendering import LARGEST, NotRendered, render
+from .notebook_html import LARGEST, NotRendered, render
 from .repetition import Repetition
 from .views import COLOURS, run_figures, submit
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.runs import rendering
-from gpuspawner.runs.rendering import NotRendered, render
+from gpuspawner.runs import notebook_html
+from gpuspawner.runs.notebook_html import NotRendered, render
 
 
 def notebook(*outputs: dict[str, Any], source: str = "print(1)") -> bytes:
@@ -43,6 +43,6 @@ def test_what_is_no_notebook_is_told(data: bytes) -> None:
 
 
 def test_notebook_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "SECONDS", 0.2)
+    monkeypatch.setattr(notebook_html, "SECONDS", 0.2)
     with pytest.raises(NotRendered):
         rendered(notebook())
