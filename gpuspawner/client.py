@@ -424,17 +424,17 @@ class RunCalls:
         Raises:
             RequestRefused: It cannot be started as asked, or the hub does not respond.
         """
-        body = {
-            "command": list(command),
-            "notebook": notebook,
-            "parameters": dict(parameters or {}),
-            "directory": directory,
-            "title": title,
-            "options": dict(options or {}),
-            "requeue": requeue,
-            "preemptible": preemptible,
-            "key": key or uuid.uuid4().hex,
-        }
+        body = _submission(
+            command,
+            parameters,
+            options,
+            key,
+            notebook=notebook,
+            directory=directory,
+            title=title,
+            requeue=requeue,
+            preemptible=preemptible,
+        )
         return self._client.ask(SUBMIT_RUN, body=body)
 
     def get(self, run: str) -> RunDetails:
@@ -518,19 +518,19 @@ class SweepCalls:
             at_most: How many may wait in the queue or run at once. By default all.
             key: An idempotency key, as for a run.
         """
-        body = {
-            "command": list(command),
-            "sets": [dict(each) for each in sets],
-            "notebook": notebook,
-            "parameters": dict(parameters or {}),
-            "directory": directory,
-            "title": title,
-            "options": dict(options or {}),
-            "requeue": requeue,
-            "preemptible": preemptible,
-            "at_most": at_most,
-            "key": key or uuid.uuid4().hex,
-        }
+        body = _submission(
+            command,
+            parameters,
+            options,
+            key,
+            sets=[dict(each) for each in sets],
+            notebook=notebook,
+            directory=directory,
+            title=title,
+            requeue=requeue,
+            preemptible=preemptible,
+            at_most=at_most,
+        )
         return self._client.ask(SUBMIT_SWEEP, body=body)
 
     def get(self, sweep: str) -> SweepDetails:
@@ -606,6 +606,23 @@ class CatalogCalls:
     def environments(self) -> tuple[EnvironmentDetails, ...]:
         """Return the environments that the member may choose. Raises RequestRefused."""
         return self._client.ask(ENVIRONMENTS).environments
+
+
+def _submission(
+    command: Sequence[str],
+    parameters: Mapping[str, object] | None,
+    options: Mapping[str, object] | None,
+    key: str,
+    **fields: object,
+) -> dict[str, object]:
+    """Return the body that submits a run or a sweep, with a new key unless one is given."""
+    return {
+        "command": list(command),
+        "parameters": dict(parameters or {}),
+        "options": dict(options or {}),
+        "key": key or uuid.uuid4().hex,
+        **fields,
+    }
 
 
 def _with_token(request: requests.PreparedRequest, token: str) -> requests.PreparedRequest:
