@@ -19,7 +19,8 @@ class GPUSpawnerError(Exception):
 
     def __init__(self, message: str = "", **fields: Any) -> None:
         self.fields = fields
-        text = message or inspect.cleandoc(type(self).__doc__ or "").format(**fields)
+        written = inspect.cleandoc(type(self).__doc__ or "").replace("\n", " ")
+        text = message or written.format(**fields)
         super().__init__(text)
 
     @property
@@ -66,6 +67,14 @@ class InvalidRequest(Refused):
     """The field {field!r} is not valid."""
 
     reason = "invalid_request"
+
+
+class RequestTooLarge(Refused):
+    """The request is larger than {limit}. Send less at once: split a large sweep, and have the
+    program read long values from a file in your workspace."""
+
+    reason = "request_too_large"
+    status_code = 413
 
 
 class NotAllowed(Refused):

@@ -32,8 +32,8 @@ from traitlets.config import Configurable
 
 from ..catalog.loader import Catalog, watched
 from ..catalog.models import DeviceLimits, Environment
-from ..core.errors import GPUSpawnerError
-from ..core.units import format_credits, format_price
+from ..core.errors import GPUSpawnerError, RequestTooLarge
+from ..core.units import format_bytes, format_credits, format_price
 from ..devices.snapshots import ModelCount, Overview
 from ..ledger.models import Account
 from ..queue.positions import Outlook
@@ -194,6 +194,8 @@ FILES = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
 
 BODY_BYTES = 64 * 1024
 """Maximum size of a request's body. If it is larger, the connection is closed."""
+DISCARDED_BYTES = 8 * 1024 * 1024
+"""Maximum size of a body that is read only to answer that it is too large."""
 BODY_SECONDS = 30.0
 
 
@@ -439,7 +441,19 @@ class ServiceRelay(DropsBody, APIHandler):
     """
 
     _body = b""
+    _received_bytes = 0
     _gone: asyncio.Event | None = None
+
+    async def prepare(self) -> None:
+        """Let a server with a valid token send more than is accepted.
+
+        It can then read that this is too much: while it still sends, it would only see the
+        connection break.
+        """
+        await super().prepare()
+        connection = self.request.connection
+        if isinstance(connection, HTTP1Connection) and self.current_user is not None:
+            connection.set_max_body_size(DISCARDED_BYTES)
 
     def on_connection_close(self) -> None:
         """Stop following a log."""
@@ -448,8 +462,9 @@ class ServiceRelay(DropsBody, APIHandler):
             self._gone.set()
 
     def data_received(self, chunk: bytes) -> None:
-        """Keep a part of the body, whose length is limited."""
-        self._body += chunk
+        """Keep a part of the body, as long as it is not too large."""
+        self._received_bytes += len(chunk)
+        self._body = self._body + chunk if self._received_bytes <= BODY_BYTES else b""
 
     async def get(self, path: str) -> None:
         """Forward a server's query (GET) or action (POST, DELETE)."""
@@ -458,6 +473,9 @@ class ServiceRelay(DropsBody, APIHandler):
             raise web.HTTPError(404)
         if self.current_user is None or not self.get_auth_token():
             raise web.HTTPError(403)
+        if self._received_bytes > BODY_BYTES:
+            self._refuse(RequestTooLarge(limit=format_bytes(BODY_BYTES)))
+            return
         of_runs = path.startswith(("runs", "sweeps"))
         query = f"?{self.request.query}" if of_runs and self.request.query else ""
         if path.endswith("/log") and self.get_query_argument("follow", "") == "1":
@@ -468,6 +486,12 @@ class ServiceRelay(DropsBody, APIHandler):
         self.finish(answer.body)
 
     post = delete = get
+
+    def _refuse(self, error: GPUSpawnerError) -> None:
+        """Answer with an error in the words of the service."""
+        self.set_status(error.status_code)
+        self.set_header("Content-Type", JSON)
+        self.finish({"error": error.reason, "message": error.message})
 
     async def _follow(self, path: str) -> None:
         """Send a log until its run ends or the client goes away, by one question after another."""

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import BaseModel
 from tornado import web
 
-from ..core.errors import GPUSpawnerError, InvalidRequest, LedgerError, NotAllowed, UnknownAccount
+from ..core.errors import (
+    GPUSpawnerError,
+    InvalidRequest,
+    LedgerError,
+    NotAllowed,
+    RequestTooLarge,
+    UnknownAccount,
+)
+from ..core.units import format_bytes
 from ..leases.models import Lease
 from ..ledger.models import member_account
 from ..ledger.reports import EntryPage
@@ -43,6 +51,7 @@ ERRORS = {
     404: "Not found.",
     405: "Nothing can be done here in this way.",
     409: "It cannot be done as things are now.",
+    413: "The request is too large; the sentence says how large it may be.",
     429: "It was done a moment ago: wait a little.",
     503: "The database or the Hub is not responding.",
 }
@@ -340,10 +349,15 @@ class ChangingAPI(APIHandler):
     """The base of handlers that change something: they parse the body and report errors."""
 
     def sent(self, model: type[B], longest: int = LONGEST) -> B:
-        """Parse the request's JSON object, of up to ``longest`` bytes. Raises HTTPError 400."""
+        """Parse the request's JSON object, of up to ``longest`` bytes.
+
+        Raises HTTPError 400, or 413 for a longer one.
+        """
         body = self.request.body
+        if len(body) > longest:
+            raise web.HTTPError(413) from RequestTooLarge(limit=format_bytes(longest))
         try:
-            found = json.loads(body or b"{}") if len(body) <= longest else None
+            found = json.loads(body or b"{}")
         except (ValueError, RecursionError):
             found = None
         with refusals():

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,23 @@ def test_hub_without_runs_says_so_and_has_no_button(hub: PayingHub, lease: Lease
     assert (answer.status_code, answer.json()["error"]) == (409, "no_runs")
     page = hub.get("ada", "lab", timeout=90).text
     assert '"gpuspawner": "on"' in page and "gpuspawnerRuns" not in page
+
+
+def test_request_that_is_too_large_is_answered_with_the_limit(hub: PayingHub, lease: Lease) -> None:
+    relay = f"http://{hub.hub_ip}:{hub.hub_port}/hub/api/gpuspawner"
+    token = {"Authorization": f"token {token_of(lease)}"}
+    for base, kibibytes in ((f"{hub.url}/services/gpu/api", 65), (relay, 65), (relay, 7 * 1024)):
+        sent = {"command": ["train", "x" * kibibytes * 1024], "sets": [{}]}
+        answer = requests.post(f"{base}/sweeps", json=sent, headers=token, timeout=60)
+        told = answer.json()
+        assert (answer.status_code, told["error"]) == (413, "request_too_large"), (base, kibibytes)
+        assert told["message"].startswith("The request is larger than 64.0 kB. Send less at once")
+    forged = {"Authorization": "token forged"}
+    for headers, kibibytes in ((forged, 7 * 1024), (token, 9 * 1024)):
+        data = b"x" * kibibytes * 1024
+        with suppress(requests.ConnectionError):  # it ends before all was sent
+            answer = requests.post(f"{relay}/sweeps", data, headers=headers, timeout=60)
+            assert answer.status_code == 400
 
 
 # What members see.
