@@ -358,6 +358,8 @@ def _add_pages(c: Config, service: str) -> None:
         _append(c, "extra_handlers", page)
     values = {"gpuspawner_service": service, "gpuspawner_dashboard": _dashboard_of}
     values["gpuspawner_own_logo"] = "logo_file" in c.JupyterHub
+    # Local processes run nothing without a session.
+    values["gpuspawner_has_runs"] = not _is_local(c)
     c.JupyterHub.template_vars.update(values)
     if "default_url" not in c.JupyterHub:
         c.JupyterHub.default_url = _front_door

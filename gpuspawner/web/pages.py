@@ -106,6 +106,7 @@ class Page(ServiceHandler):
             "hub": context.hub_url,
             "paused": self.paused,
             "shares": bool(self.services.settings.folders.source),
+            "has_runs": context.frame.template_vars.get("gpuspawner_has_runs", True),
         }
         text = TEMPLATES.get_template(template).render({**usual, **values})
         title, here, content = text.split(SEPARATOR, 2)

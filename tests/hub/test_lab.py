@@ -193,6 +193,11 @@ def test_hub_without_runs_says_so_and_has_no_button(hub: PayingHub, lease: Lease
     assert (answer.status_code, answer.json()["error"]) == (409, "no_runs")
     page = hub.get("ada", "lab", timeout=90).text
     assert '"gpuspawner": "on"' in page and "gpuspawnerRuns" not in page
+    item = 'href="/services/gpu/runs"'
+    for path in ("/hub/home", "/services/gpu/"):
+        assert item not in hub.open_page("ada", path).text, path
+    runs = hub.open_page("ada", "/services/gpu/runs").text
+    assert item in runs and "This hub has none" in runs and "gpuspawner-run" not in runs
 
 
 def test_request_that_is_too_large_is_answered_with_the_limit(hub: PayingHub, lease: Lease) -> None:

@@ -277,6 +277,7 @@ def test_hub_pages_are_added_beside_admin_settings(how: str) -> None:
     if how == "theirs":
         c.JupyterHub.tornado_settings["compress_response"] = True
         c.JupyterHub.logo_file = "/etc/gpuspawner/logo.svg"
+        c.JupyterHub.spawner_class = "gpu-local"
     if how == "update":
         c.JupyterHub.tornado_settings.update({"slow_spawn_timeout": 1})
     add_services(c, name="gpus")
@@ -287,6 +288,7 @@ def test_hub_pages_are_added_beside_admin_settings(how: str) -> None:
     values = value_of(c, "template_vars", {})
     assert values["gpuspawner_service"] == "gpus"
     assert values["gpuspawner_own_logo"] == (how == "theirs")
+    assert values["gpuspawner_has_runs"] == (how != "theirs")
     tornado = value_of(c, "tornado_settings", {})
     assert ("transforms" in tornado) == (how != "theirs")
     assert ("slow_spawn_timeout" in tornado) == (how != "none")

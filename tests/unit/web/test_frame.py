@@ -37,6 +37,14 @@ def test_page_has_the_hubs_navigation_and_marks_where_it_is() -> None:
     assert "<main>mine</main>" in html and html.count("<main") == 1
 
 
+def test_runs_are_offered_only_by_a_hub_that_has_them() -> None:
+    item = 'href="/services/gpu/runs"'
+    without = Frame(PLAIN.template_paths, {"gpuspawner_has_runs": False})
+    assert item in page(PLAIN)[0] and item not in page(without)[0]
+    html, _ = page(without, here="runs")
+    assert re.findall(r'<a [^>]*aria-current="page">(\w+)</a>', html) == ["Runs"]
+
+
 def test_only_admins_have_the_admin_menu() -> None:
     assert "Audit log" not in page(PLAIN)[0]
     assert "Audit log" in page(PLAIN, admin=True)[0]
