@@ -1,12 +1,13 @@
 """Files of runs, read through the engine. Real: a Docker Engine, its containers, volumes,
-directories with what a member may put there."""
+directories with what a member may put there, services, SQLite."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from gpuspawner.engines.files import LABEL_FILES, MountedWorkspace
 from gpuspawner.runs import files as run_files
 from gpuspawner.runs.files import MOST_STREAMS_EACH, RunFiles
 from gpuspawner.runs.models import FollowedRun, Run, RunRecord, Work
-from gpuspawner.storage.repository import Workspace
+from gpuspawner.storage.service import StorageService
+from tests.support.brokers import open_services
 from tests.support.engine import PrivateEngine
 from tests.support.images import INSTANT
 from tests.support.leases import lease_of
@@ -36,24 +38,13 @@ FOLDER = "runs/2026-11-28-120000-train"
 
 
 @dataclass
-class Known:
-    """What the database knows of a member's workspaces."""
-
-    found: list[Workspace] = field(default_factory=list)
-
-    def workspaces_of(self, user: str) -> list[tuple[Workspace, None]]:
-        """Those of this member, newest first."""
-        return [(some, None) for some in self.found if some.user == user]
-
-
-@dataclass
 class Scene:
     """A run of Ada's in a directory of this machine, and what reads its files."""
 
     engine: PrivateEngine
     workspace: Path
     run: FollowedRun
-    known: Known
+    storage: StorageService
     reader: RunFiles
 
     @property
@@ -65,10 +56,10 @@ class Scene:
         """A part of a file."""
         return self.reader.part(self.run, name, start, most).data
 
-    def refusal(self, name: str) -> str:
+    def refusal(self, name: str, run: FollowedRun | None = None) -> str:
         """Why a file is not read."""
         with pytest.raises((NoRunFile, NoRunFiles)) as refused:
-            self.reader.part(self.run, name, 0, 100)
+            self.reader.part(run or self.run, name, 0, 100)
         return refused.value.message
 
     def mounts(self) -> list[dict[str, Any]]:
@@ -79,17 +70,25 @@ class Scene:
         return found
 
 
+def run_of(user: str) -> FollowedRun:
+    run = Run(id="train-0a1b", user=user, title="train", work=Work(folder=FOLDER), created_at=NOW)
+    return FollowedRun(run, lease_of(user, engine="docker", server=run.server))
+
+
 @pytest.fixture
 def scene(clean_engine: PrivateEngine, tmp_path: Path) -> Iterator[Scene]:
     workspace = tmp_path / "work"
     (workspace / FOLDER).mkdir(parents=True)
-    run = Run(id="train-0a1b", user="ada", title="train", work=Work(folder=FOLDER), created_at=NOW)
-    lease = lease_of("ada", engine="docker", server=run.server)
-    known = Known([Workspace(str(workspace), "ada", NOW)])
+    hours = count()
+    services = open_services(
+        f"sqlite:///{tmp_path}/files.sqlite", lambda: NOW + timedelta(hours=next(hours))
+    )
+    services.storage.use_workspace(str(workspace), "ada", None)
     engine = DockerEngine(lambda: clean_engine.client)
-    reader = RunFiles(known, {"docker": engine})  # type: ignore[arg-type]
-    yield Scene(clean_engine, workspace, FollowedRun(run, lease), known, reader)
+    reader = RunFiles(services.storage, {"docker": engine})
+    yield Scene(clean_engine, workspace, run_of("ada"), services.storage, reader)
     reader._close(0)
+    services.store.close()
 
 
 def test_parts_of_a_file_are_read_from_both_ends(scene: Scene) -> None:
@@ -115,10 +114,10 @@ def test_volume_is_read_and_never_created(scene: Scene) -> None:
     client.create_volume("work-ada")
     script = f"mkdir -p /w/{FOLDER}; echo here > /w/{FOLDER}/run.log"
     assert engine.run(INSTANT, ["sh", "-c", script], binds=["work-ada:/w"])[0] == 0
-    scene.known.found = [Workspace("work-ada", "ada", NOW)]
+    scene.storage.use_workspace("work-ada", "ada", None)
     assert scene.read("run.log") == b"here\n"
-    scene.known.found = [Workspace("work-gone", "ada", NOW)]
-    assert scene.refusal("run.log") == (
+    scene.storage.use_workspace("work-gone", "bob", None)
+    assert scene.refusal("run.log", run_of("bob")) == (
         "The files of this run cannot be shown: its workspace is gone."
     )
     names = [some["Name"] for some in client.volumes()["Volumes"]]
@@ -127,8 +126,8 @@ def test_volume_is_read_and_never_created(scene: Scene) -> None:
 
 def test_gone_directory_is_told_and_not_created(scene: Scene, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
-    scene.known.found = [Workspace(str(gone), "ada", NOW)]
-    assert scene.refusal("run.log").endswith("its workspace is gone.")
+    scene.storage.use_workspace(str(gone), "bob", None)
+    assert scene.refusal("run.log", run_of("bob")).endswith("its workspace is gone.")
     assert not gone.exists()
     assert scene.mounts() == []
 
@@ -178,9 +177,9 @@ def test_run_elsewhere_or_not_started_is_told(scene: Scene) -> None:
     with pytest.raises(NoRunFiles, match="it has not started yet"):
         scene.reader.part(waits, "run.log", 0, 10)
     assert scene.reader.log(waits, 0, 10).data == b""
-    scene.known.found = []
-    assert scene.refusal("run.log").endswith("this hub has no workspace of its member.")
-    scene.known.found = [Workspace(str(scene.workspace), "ada", NOW, busy="an admin moves it")]
+    said = scene.refusal("run.log", run_of("bob"))
+    assert said.endswith("this hub has no workspace of its member.")
+    scene.storage.claim_workspace(str(scene.workspace), "an admin moves it")
     with pytest.raises(WorkspaceBusy, match="an admin moves it"):
         scene.read("run.log")
 
@@ -188,7 +187,7 @@ def test_run_elsewhere_or_not_started_is_told(scene: Scene) -> None:
 def test_older_workspace_is_looked_into(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (scene.folder / "run.log").write_text("here")
-    scene.known.found.insert(0, Workspace(str(tmp_path / "new"), "ada", NOW))
+    scene.storage.use_workspace(str(tmp_path / "new"), "ada", None)
     assert scene.read("run.log") == b"here"
 
 
@@ -236,10 +235,10 @@ def test_slow_download_delays_nobody(scene: Scene) -> None:
     first = sent.read()
     assert scene.read("run.log") == b"here"
     client.stop(made["Id"], timeout=0)
-    count = len(first)
+    received = len(first)
     while data := sent.read():
-        count += len(data)
-    assert count == sent.size
+        received += len(data)
+    assert received == sent.size
     sent.close()
     assert len(scene.mounts()) == 1, "that of the log"
 
