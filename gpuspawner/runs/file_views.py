@@ -26,16 +26,16 @@ MOST_AT_ONCE = 1 << 20
 """Bytes of a log in one answer, and in one part of a stream."""
 
 RECORD_PATIENCE = 3.0
-"""Seconds to wait for how far a notebook is: all else is known without the engine."""
+"""Seconds to wait for a notebook's progress: everything else is known without the engine."""
 
 PAUSE = 1.0
 """Seconds between two looks at a log that is followed."""
 
 SHARE = 10
-"""A pause is so many times as long as the look before it: a log that is long costs no more."""
+"""A pause is this many times as long as the last read, so that a long log costs no more."""
 
 LONGEST_STREAM_SECONDS = 3600.0
-"""Seconds after which a stream ends; who wants more asks again."""
+"""Seconds after which a stream ends; the client can ask for more."""
 
 FARTHEST = 2**53
 _OFFSET = {"type": "integer", "minimum": -FARTHEST, "maximum": FARTHEST, "default": 0}
@@ -126,8 +126,8 @@ class RunLogAPI(_FileAPI):
     async def get(self, run_id: str) -> None:
         """Return a run's log from a byte on, up to 1 MiB of it.
 
-        The header ``X-Next-Offset`` says where the next answer begins; without it, nothing will
-        come any more. With ``follow=1`` the answer goes on until the run ends, for an hour at most.
+        The header ``X-Next-Offset`` says where the next answer begins; without it, the log is
+        complete. With ``follow=1`` the answer continues until the run ends, for an hour at most.
         """
         offset = _offset(self.get_query_argument("offset", "0"))
         follow = one_of(self.get_query_argument("follow", "0"), "follow", ("0", "1")) == "1"

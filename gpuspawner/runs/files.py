@@ -38,16 +38,16 @@ RECORD, LOG, OUTPUT = "run.json", "run.log", "output.ipynb"
 
 LARGEST_RECORD = 1 << 20
 LARGEST_LOG = 512 << 20
-"""A log's end is found by reading all of it, so a longer one is not shown."""
+"""The end of a log is found by reading all of it, so a longer log is not shown."""
 
 IDLE_SECONDS = 30.0
 """Seconds after which a mount that nobody uses is removed."""
 
 LOCK_SECONDS = 10.0
-"""Seconds to wait for who reads in the same workspace: their engine may hang."""
+"""Seconds to wait for other readers of the same workspace: their engine may hang."""
 
 RECORD_SECONDS = 2.0
-"""Seconds for which what a run recorded is used again."""
+"""Seconds for which a record is kept and used again."""
 
 MOST_STREAMS, MOST_STREAMS_EACH = 40, 4
 """Logs that are followed and files that are sent at once, by all members and by each."""
@@ -55,7 +55,7 @@ MOST_STREAMS, MOST_STREAMS_EACH = 40, 4
 THREADS = 8
 
 LEFTOVERS_EVERY = 3600.0
-"""Seconds between two searches for what a killed process left."""
+"""Seconds between two searches for containers that a killed process left."""
 
 MOST_WORKSPACES = 3
 """How many of a member's workspaces are looked into."""
@@ -89,7 +89,7 @@ class _KeptMount:
 
 
 class SentFile:
-    """A file with a mount of its own: whoever reads it slowly delays nobody else."""
+    """A file with a mount of its own, so that a slow reader delays nobody else."""
 
     def __init__(self, mount: MountedWorkspace, path: str) -> None:
         """Open a file, and close the mount with it. Raises as :meth:`MountedWorkspace.open`."""

@@ -1,7 +1,7 @@
 """A notebook as HTML, made by nbconvert in a process of its own.
 
-A member wrote the notebook. What hangs or takes all memory while it is converted is only this file,
-run as a program with the notebook as its input.
+A member wrote the notebook. If its conversion hangs or takes too much memory, only that process is
+affected: this file, run as a program with the notebook as its input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TEMPLATE = """
 {%- block html_head_js_mathjax -%}{%- endblock -%}
 {%- block html_head_js_mermaidjs -%}{%- endblock -%}
 """
-"""nbconvert's own, without what it loads from elsewhere: scripts do not run."""
+"""nbconvert's own template without what it loads from other sites: scripts do not run."""
 
 
 class NotRendered(Exception):

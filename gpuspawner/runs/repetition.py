@@ -72,7 +72,7 @@ class Repetition:
         for name, _ in self.parameters:
             if not name.isidentifier():
                 raise InvalidRequest(
-                    f"{name[:60]!r} is no name of a parameter: use letters, digits and _.",
+                    f"{name[:60]!r} is not a valid parameter name: use letters, digits and _.",
                     field="parameters",
                 )
             if named.count(name) > 1:
@@ -93,7 +93,7 @@ class Repetition:
         try:
             words = shlex.split(self.command)
         except ValueError:
-            raise invalid("command", "is not valid: a quotation mark has no partner.") from None
+            raise invalid("command", "is not valid: a quotation mark is not closed.") from None
         if not words:
             raise invalid("command", "is empty: write a program and its arguments.")
         return words

@@ -24,10 +24,10 @@ NO_RECORD = RunRecord()
 _UNFIT = re.compile(r"[^a-z0-9]+")
 
 MOST_RESTARTS = 3
-"""How often a run begins again after ends that were not its own."""
+"""How often a run begins again after it was interrupted."""
 
 INTERRUPTIONS = frozenset({"lost"})
-"""Outcomes of leases that are our doing, and not the run's or its member's."""
+"""Outcomes of leases that the hub caused, and not the run or its member."""
 
 INTERRUPTED = frozenset({143, 255})
 """Exit statuses of a container that somebody stopped, or that went down with its machine."""
@@ -100,7 +100,7 @@ def is_file_name(path: str) -> bool:
 
 
 def read_record(data: bytes) -> RunRecord:
-    """Return what a ``run.json`` says; nothing of what cannot be so."""
+    """Return what a ``run.json`` says, without anything that cannot be true."""
     try:
         told = json.loads(data)
     except (ValueError, RecursionError):
@@ -126,8 +126,8 @@ def _is_count(number: object) -> TypeGuard[int]:
 def may_restart(run: Run, lease: Lease) -> bool:
     """Return True if a run begins again that was interrupted with this lease.
 
-    One whose program never began does so in any case: nothing was computed twice. One that had to
-    yield its devices does so as often as that happens.
+    A run whose program never began always begins again: nothing is computed twice. So does a run
+    that had to yield its devices, as often as that happens.
     """
     if was_preempted(lease):
         return True

@@ -22,13 +22,13 @@ SHOWN_LOG_BYTES = 256 * 1024
 """The end of a log that a page shows."""
 
 COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-"""What moves a terminal's cursor or colours its text, and other characters that nobody reads."""
+"""Sequences that move a terminal's cursor or colour its text, and other control characters."""
 
 FRAMED = (
     "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; font-src data:; "
     "frame-ancestors 'self'"
 )
-"""The policy of a notebook: nothing in it runs, and it belongs to no origin."""
+"""The content security policy of a notebook: nothing in it runs, and it has no origin."""
 
 
 class RunPage(FormPage):
@@ -143,7 +143,7 @@ class RunOutputPage(ServiceHandler):
         except GPUSpawnerError as error:
             raise web.HTTPError(error.status_code) from error
         except NotRendered:
-            sentence = f"{OUTPUT} is no notebook that can be shown. Download it to look at it."
+            sentence = f"{OUTPUT} cannot be shown as a notebook. Download it to look at it."
             raise web.HTTPError(409) from InvalidRequest(sentence)
         self.finish(html)
 

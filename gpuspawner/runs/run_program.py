@@ -64,8 +64,8 @@ class WholeFiles(LocalHandler):
 papermill_io.register(os.path.dirname(sys.argv[2]), WholeFiles())
 papermill(prog_name="papermill")
 """
-"""Papermill, with an output that is replaced only by a whole one: whoever kills it in the middle of
-a write, or fills the disk, leaves every cell that was saved before."""
+"""Papermill, with an output file that is replaced only by a complete one. If it is killed in the
+middle of a write, or the disk is full, every cell that was saved before is still there."""
 
 INTERRUPTED = 143
 """Exit status after the engine stopped the container."""
@@ -191,7 +191,7 @@ def _carry_out(
             record.write()  # there may be no time for it later
 
     def make_room(number: int, frame: object) -> None:
-        # Who does not handle the warning gains nothing by two minutes more.
+        # A program that does not handle the warning gains nothing from two more minutes.
         ready = _handles(process.pid, signal.SIGUSR1)
         pass_on(signal.SIGUSR1 if ready else signal.SIGTERM, frame)
 

@@ -108,7 +108,7 @@ class RunService:
             return Sweep(sweep_id, tuple(_followed(connection, runs)), charged)
 
     def stop_sweep(self, sweep_id: str, *, actor: str) -> Sweep:
-        """Stop all runs of a sweep; those that were not to begin yet first. Raises UnknownSweep."""
+        """Stop all runs of a sweep, beginning with the last one. Raises UnknownSweep."""
         for followed in reversed(self.sweep(sweep_id).runs):
             self.stop(followed.run.id, actor=actor)
         return self.sweep(sweep_id)
@@ -234,7 +234,7 @@ class RunService:
         return [lease for run_id, lease in by_run.items() if run_id in ended]
 
     def _settle_ticket(self, run_id: str) -> Run | None:
-        """End a run whose ticket was ended, by whomever, before its turn came."""
+        """End a run whose ticket ended before its turn came."""
         with self.store.read() as connection:
             ticket = queue_repository.newest_of_server(
                 connection, repository.get(connection, run_id).server
@@ -257,7 +257,7 @@ class RunService:
         return ended
 
     def _tell(self, connection: sa.Connection, run: Run) -> None:
-        """Tell the member how their run or sweep ended; who stopped it knows."""
+        """Tell the member how their run or sweep ended, unless they stopped it themselves."""
         if run.reason == sentence(STOPPED_BY_MEMBER) or run.ended_at is None:
             return
         if run.sweep is not None:
@@ -310,7 +310,7 @@ def _require_room(connection: sa.Connection, user: str, runs: int) -> None:
 
 
 def _has_to_settle(connection: sa.Connection, run: Run, lease: Lease) -> bool:
-    """Return True if the run's newest lease has ended, and that was not seen to."""
+    """Return True if the run's newest lease has ended, and that was not handled yet."""
     if lease.state is not LeaseState.ENDED or lease.id == run.after_lease:
         return False
     # A lease that was lost with its hub puts the ticket back into the queue.

@@ -253,7 +253,7 @@ def test_run_is_run_again_with_other_parameters(
         ("GPUs", "-1", "write a whole number"),
         ("GPUs", "64", "GPUs"),
         ("Hours", "soon", "write hours, such as 1.5"),
-        ("Another parameter", "a b", "is no name of a parameter"),
+        ("Another parameter", "a b", "is not a valid parameter name"),
         ("Another parameter", "seed", "is given twice"),
     ):
         page.goto(f"{hub.url}/services/gpu/runs/{first['id']}")
@@ -296,7 +296,7 @@ def test_command_is_run_again_with_other_arguments(
     assert field.input_value() == """echo 'it'"'"'s' 'a b'"""
     field.fill("echo 'a b")
     page.get_by_role("button", name="Run again").click()
-    assert "a quotation mark has no partner" in page.locator("[role=alert]").inner_text()
+    assert "a quotation mark is not closed" in page.locator("[role=alert]").inner_text()
     field.fill("echo 'c d' <b>")
     page.get_by_role("button", name="Run again").click()
     page.get_by_role("button", name="Submit run").click()

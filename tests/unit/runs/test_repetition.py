@@ -66,13 +66,13 @@ def test_empty_fields_mean_the_usual_values() -> None:
 @pytest.mark.parametrize(
     ("one", "field", "typed", "sentence"),
     [
-        (COMMAND, "command", "echo 'a", "a quotation mark has no partner"),
+        (COMMAND, "command", "echo 'a", "a quotation mark is not closed"),
         (COMMAND, "command", " ", "is empty"),
         (COMMAND, "gpus", "one", "is 'one': write a whole number"),
         (COMMAND, "gpus", "-1", "write a whole number"),
         (COMMAND, "hours", "nan", "is 'nan': write hours"),
         (COMMAND, "hours", "0", "write hours"),
-        (NOTEBOOK, "name1", "a b", "'a b' is no name of a parameter"),
+        (NOTEBOOK, "name1", "a b", "'a b' is not a valid parameter name"),
         (NOTEBOOK, "name1", "seed", "The parameter seed is given twice."),
     ],
 )
