@@ -4,6 +4,8 @@ Engine, containers of our base image."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,8 @@ import pytest
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, assert_in_words
 from tests.support.images import BASE
-from tests.support.processes import free_port, wait_for
+from tests.support.lab import LAB
+from tests.support.processes import die_with_us, free_port, wait_for
 
 CATALOG = f"""
 environments:
@@ -378,3 +381,35 @@ def test_terminal_of_a_session_submits_follows_and_stops(hub: GPUHub, member: st
     assert "no run" in run("gpuspawner-run", "stop", others, status=1)
     assert "no file" in run("gpuspawner-run", "missing.py", status=1)
     hub.stop_server(member)
+
+
+def test_terminal_submits_once_to_a_hub_that_is_started_again(
+    hub: GPUHub, member: str, folder: Path
+) -> None:
+    hub.browser_of(member)
+    files = workspace(folder, member)
+    files.mkdir(exist_ok=True)
+    environment = {
+        "JUPYTERHUB_API_URL": f"http://{hub.hub_ip}:{hub.hub_port}/hub/api",
+        "JUPYTERHUB_API_TOKEN": hub.user_token(member),
+        "GPUSPAWNER_WORKSPACE": str(files),
+    }
+
+    def terminal(*words: str) -> subprocess.Popen[str]:
+        command = die_with_us([sys.executable, str(LAB / "gpuspawner_run.py"), *words])
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, cwd=files, env=environment, stdout=pipe, stderr=pipe, text=True
+        )
+
+    hub.kill9(services=True)
+    submission = terminal("true", "--gpus", "0", "--title", "Patient")
+    assert submission.stderr is not None
+    assert "Trying again for 2 minutes" in submission.stderr.readline()
+    out, said = terminal("list").communicate(timeout=60)
+    assert (out, said) == ("", "gpuspawner-run: the hub does not respond; try again in a moment\n")
+    hub.start()
+    out, said = submission.communicate(timeout=120)
+    assert submission.returncode == 0 and "is submitted" in out, said
+    [run] = hub.call(member, "GET", "runs").json()["runs"]
+    assert out.startswith(run["id"]) and ended(hub, member, run["id"])["state"] == "done"

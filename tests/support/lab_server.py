@@ -57,7 +57,7 @@ def stand_in_hub() -> Iterator[StandInHub]:
             self.end_headers()
             self.wfile.write(json.dumps(told).encode())
 
-        do_POST = do_GET
+        do_POST = do_DELETE = do_GET
 
         def log_message(self, format: str, *args: Any) -> None:
             """Say nothing."""

@@ -7,6 +7,7 @@ library is used.
 
 import argparse
 import csv
+import http.client
 import itertools
 import json
 import os
@@ -25,6 +26,8 @@ from pathlib import Path
 ENDED = ("done", "failed", "stopped")
 PAUSE = 2.0
 TIMEOUT = 30.0
+PATIENCE = 120.0
+"""Seconds for which a request with an idempotency key is sent again while the hub is away."""
 LONGEST_TITLE = 100
 
 USAGE = """gpuspawner-run PROGRAM [options] [-- arguments of the program]
@@ -40,6 +43,10 @@ class Refused(Exception):
 
 class NoAnswer(Refused):
     """The hub did not answer: it may have done what it was asked."""
+
+
+class HubAway(NoAnswer):
+    """The hub or its service cannot be reached, as while it restarts."""
 
 
 def main(arguments=None):
@@ -117,11 +124,12 @@ def submit(words):
                 "a notebook takes its parameters with -p NAME VALUE, and nothing after --"
             )
         body["parameters"] = {name: parsed(value) for name, value in asked.parameters}
-        run = submit_copy(body, snapshot(Path(asked.program), body["title"]))
+        copy = snapshot(Path(asked.program), body["title"])
+        run = submit_copy(body, copy, ask_until_answered)
     elif asked.parameters:
         raise Refused("only a notebook has parameters: give a program its arguments after --")
     else:
-        run = ask("POST", "", {**body, "command": command(asked.program) + rest})
+        run = ask_until_answered("POST", "", {**body, "command": command(asked.program) + rest})
     print(f"{run['id']} is submitted. Its files are in {run['folder']} in your workspace.")
     return 0
 
@@ -147,12 +155,12 @@ def submit_sweep(asked, body, rest):
         body["notebook"] = in_workspace(program, "the notebook")
     else:
         body["command"] = command(asked.program) + rest
-    print(price_of(ask("POST", "/-/quote", body, "sweeps"), asked.at_most))
+    print(price_of(ask_until_answered("POST", "/-/quote", body, "sweeps"), asked.at_most))
     if not asked.yes and not confirmed("Submit them?"):
         return 1
     if is_notebook:
         body["notebook"] = snapshot(program, body["title"])
-    sweep = ask("POST", "", body, "sweeps")
+    sweep = ask_until_answered("POST", "", body, "sweeps")
     print(f"{sweep['id']} is submitted: `gpuspawner-run sweep {sweep['id']}` shows its runs.")
     return 0
 
@@ -211,7 +219,8 @@ def sweep(words):
     asked = parser.parse_args(words)
     path = f"/{name_of(asked.sweep)}"
     if asked.again:
-        found = ask("POST", f"{path}/again", {"key": uuid.uuid4().hex}, "sweeps")
+        body = {"key": uuid.uuid4().hex}
+        found = ask_until_answered("POST", f"{path}/again", body, "sweeps")
         print(f"{found['id']} is submitted.")
     else:
         found = ask("DELETE" if asked.stop else "GET", path, of="sweeps")
@@ -274,10 +283,13 @@ def snapshot(notebook, title):
     return f"runs/{folder.name}/input.ipynb"
 
 
-def submit_copy(body, copy):
-    """Submit the run of a copied notebook; the copy goes again if the run is refused."""
+def submit_copy(body, copy, send=None):
+    """Submit the run of a copied notebook; the copy is removed if the run is refused.
+
+    ``send`` is what sends the request: :func:`ask` if left out.
+    """
     try:
-        return ask("POST", "", {**body, "notebook": copy})
+        return (send or ask)("POST", "", {**body, "notebook": copy})
     except NoAnswer:
         raise  # the run may be there, and need its copy
     except Refused:
@@ -388,9 +400,37 @@ def ask(method, path, body=None, of="runs"):
             message = json.load(error)["message"]
         except (ValueError, KeyError, TypeError):
             message = f"the hub answered {error.code}"
+        if error.code in (502, 503, 504):
+            raise HubAway(message) from None
         raise (Refused if error.code < 500 else NoAnswer)(message) from None
-    except (OSError, ValueError):
-        raise NoAnswer("the hub does not respond; try again in a moment") from None
+    except OSError:
+        raise HubAway("the hub does not respond; try again in a moment") from None
+    except (http.client.HTTPException, ValueError):
+        raise NoAnswer("the hub's answer was cut short; try again in a moment") from None
+
+
+def ask_until_answered(method, path, body, of="runs"):
+    """Send a request that has an idempotency key, again and again while the hub is away.
+
+    The hub does what such a request asks once, no matter how often it arrives.
+    """
+    deadline, is_told = time.monotonic() + PATIENCE, False
+    while True:
+        try:
+            return ask(method, path, body, of)
+        except HubAway:
+            if not body["key"] or time.monotonic() + PAUSE > deadline:
+                raise
+        if not is_told:
+            minutes = f"{PATIENCE / 60:g}"
+            print(
+                f"The hub does not respond. Trying again for {minutes} minutes; "
+                "nothing is submitted twice.",
+                file=sys.stderr,
+                flush=True,
+            )
+            is_told = True
+        time.sleep(PAUSE)
 
 
 def tls():
