@@ -150,7 +150,7 @@ class RunFiles:
             return NOTHING
 
     def record(self, followed: FollowedRun) -> RunRecord:
-        """Return what a run recorded about itself; nothing if it has not yet, or unreadably so.
+        """Return what a run recorded about itself; nothing if there is no readable record.
 
         Raises NoRunFiles, WorkspaceBusy or EngineUnavailable.
         """

@@ -89,7 +89,7 @@ def main() -> int:
     record.write(started_at=_text(started))
     with (folder / "run.log").open("ab", buffering=0) as log:
         status = _carry_out(work, home, folder, environment, log, seconds, record)
-    record.write(exit_status=status, ended_at=_text(datetime.now(timezone.utc)))
+    record.write_end(exit_status=status, ended_at=_text(datetime.now(timezone.utc)))
     return status
 
 
@@ -103,14 +103,22 @@ class Record:
 
     def write(self, **more: Any) -> None:
         """Write it anew, as a whole or not at all. A full disk does not end the run."""
+        try:
+            self._write(more)
+        except OSError as error:
+            print(f"run.json was not written: {error.strerror}", flush=True)
+
+    def write_end(self, **more: Any) -> None:
+        """Write it for the last time, in silence: the log's last line is the program's own."""
+        with contextlib.suppress(OSError):
+            self._write(more)
+
+    def _write(self, more: dict[str, Any]) -> None:
         self.written_at = time.monotonic()
         self.told.update(more, files=self._files())
         part = self.folder / ".run.json.part"
-        try:
-            part.write_text(json.dumps(self.told, indent=2) + "\n", encoding="utf-8")
-            part.replace(self.folder / "run.json")
-        except OSError as error:
-            print(f"run.json was not written: {error.strerror}", flush=True)
+        part.write_text(json.dumps(self.told, indent=2) + "\n", encoding="utf-8")
+        part.replace(self.folder / "run.json")
 
     def note(self, said: bytes) -> None:
         """Write it if a notebook's next cell begins, by what papermill said, or if it is old."""

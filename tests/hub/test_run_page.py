@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +25,14 @@ from tests.support.hub import ADMIN
 from tests.support.pages import WIDE, add_cookies, look_over_page
 from tests.support.processes import PATIENCE, free_port, wait_for
 
+QUOTA = """
+c.GPUDockerSpawner.workspace_quota = lambda spawner: (5 << 20) * ("full" in spawner.user.name)
+"""
+
 
 @pytest.fixture(scope="module")
 def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[GPUHub]:
-    config = CONFIG.format(port=free_port(), folder=folder)
+    config = CONFIG.format(port=free_port(), folder=folder) + QUOTA
     with GPUHub(folder / "hub", engine, config, catalog=CATALOG) as hub:
         yield hub
     engine.clean()
@@ -393,3 +398,54 @@ def test_engine_that_hangs_delays_nothing_else(hub: GPUHub, member: str, folder:
     assert run_of(hub, member, run_id)["state"] == "running"
     (workspace(folder, member) / "go").touch()
     assert ended(hub, member, run_id)["state"] == "done"
+
+
+def test_full_workspace_refuses_a_run_in_words_until_there_is_room(
+    hub: GPUHub, member: str, folder: Path, browser: Browser
+) -> None:
+    files = workspace(folder, member)
+    files.mkdir(exist_ok=True)
+    (files / "large").write_bytes(bytes(6_000_000))
+    run = ended(hub, member, submit(hub, member, command=["true"])["id"])
+    sentence = "Your files use 5.7 MB of 5.0 MB. To free space, start without a GPU"
+    assert run["state"] == "failed" and run["reason"].startswith(sentence)
+    assert hub.leases(member) == [] and float(run["charged"]) == 0
+    page = page_of(hub, browser, member, run["id"])
+    assert sentence in page.locator("section[data-run]").inner_text()
+    assert [path.name for path in files.iterdir()] == ["large"], "nothing is lost or added"
+    assert (files / "large").read_bytes() == bytes(6_000_000)
+    (files / "large").unlink()
+    page.get_by_role("button", name="Run again").click()
+    page.get_by_role("button", name="Submit run").click()
+    page.wait_for_url(lambda url: "/runs/true-" in url and run["id"] not in url)
+    assert ended(hub, member, page.url.rpartition("/")[2])["state"] == "done"
+
+
+WRITES = """
+open('checkpoint', 'wb').write(bytes(1 << 20))
+print('saved', flush=True)
+open('model', 'wb').write(bytes(20 << 20))
+"""
+
+
+def test_run_that_fills_its_workspace_fails_with_what_was_saved(
+    hub: GPUHub, member: str, folder: Path, browser: Browser
+) -> None:
+    """A small file system stands for the quota: a write ends in the middle."""
+    files = workspace(folder, member)
+    files.mkdir(exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(files)]
+    subprocess.run(mount, check=True)
+    try:
+        run = ended(hub, member, submit(hub, member, command=command(WRITES))["id"])
+        assert (run["state"], run["exit_status"]) == ("failed", 1)
+        last = "Its last line: OSError: [Errno 28] No space left on device"
+        assert run["reason"].endswith(last)
+        page = page_of(hub, browser, member, run["id"])
+        assert last in page.locator("section[data-run]").inner_text()
+        assert page.locator("[data-log]").inner_text().startswith("saved\n")
+        assert (files / "checkpoint").read_bytes() == bytes(1 << 20)
+        [lease] = hub.leases(member)
+        assert lease.end_reason == "exit code 1" and hub.taken() == {}
+    finally:
+        subprocess.run(["umount", "--lazy", str(files)], check=True)
