@@ -327,8 +327,9 @@ def sighting_of(container: dict[str, Any]) -> Sighting:
     labels = container["Config"].get("Labels") or {}
     state = container["State"]
     alive = is_alive(container)
-    detail = ""
-    if not alive:
+    started_at = parse_time(state.get("StartedAt", ""))
+    detail = "" if alive or started_at else "it was never started"
+    if not alive and started_at:
         detail = f"exit code {state.get('ExitCode')}"
         if state.get("OOMKilled"):
             detail += ", out of memory"
@@ -340,10 +341,11 @@ def sighting_of(container: dict[str, Any]) -> Sighting:
         server=ServerRef(labels.get(LABEL_MEMBER, ""), labels.get(LABEL_SERVER, "")),
         alive=alive,
         created_at=parse_time(container.get("Created", "")),
-        started_at=parse_time(state.get("StartedAt", "")),
+        started_at=started_at,
         ended_at=None if alive else parse_time(state.get("FinishedAt", "")),
         detail=detail,
-        exit_code=None if alive else state.get("ExitCode"),
+        # The engine's word for a container that never started, and was removed, is 0.
+        exit_code=state.get("ExitCode") if started_at and not alive else None,
     )
 
 
