@@ -54,7 +54,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """A server without an owner occupies devices: end it."""
+    """A server without an owner: end it. Unless it has exited, it occupies devices."""
 
     engine: str
     sighting: Sighting
@@ -104,7 +104,9 @@ def plan(
     for engine, found in sightings.items():
         for sighting in found or ():
             old = sighting.created_at is None or latest - sighting.created_at >= grace
-            if sighting.alive and sighting.lease_id not in open_ids and old:
+            # A server's container may be kept for its next start; a run has none.
+            is_left = sighting.alive or sighting.server.kind is LeaseKind.RUN
+            if is_left and sighting.lease_id not in open_ids and old:
                 actions.append(Remove(engine, sighting, "its lease has ended"))
     return actions
 

@@ -57,6 +57,7 @@ GONE = Release(LEASE, None, "the server was gone")
 RUN = replace(LEASE, server=ServerRef.of_run("anna", "train-1"))
 RUN_GRANTED = replace(RUN, state=LeaseState.GRANTED, started_at=None, engine_ref="")
 RUNS = replace(LIVES, server=RUN.server, started_at=OLD)
+NEVER_STARTED = replace(RUNS, started_at=None)
 RUN_EXITED = replace(EXITED, server=RUN.server, exit_code=137)
 UNKNOWN_TO_HUB = Remove("docker", LIVES, "the Hub no longer knows its server")
 
@@ -76,6 +77,7 @@ UNKNOWN_TO_HUB = Remove("docker", LIVES, "the Hub no longer knows its server")
         (RUN_GRANTED, [RUNS], [{RUN.server: HubState.PENDING}, None], Seen(RUN_GRANTED)),
         (RUN, [RUN_EXITED], [NOBODY, READY, None], Unknown),  # who records its exit settles it
         (RUN, [], [NOBODY, READY, None], replace(GONE, lease=RUN)),
+        (RUN_GRANTED, [NEVER_STARTED], [NOBODY], Remove),
         # One that is gone.
         (LEASE, [EXITED], ANYHOW, Release(LEASE, EXITED.ended_at, ENDED)),
         (LEASE, [], ANYHOW, GONE),
@@ -95,15 +97,17 @@ UNKNOWN_TO_HUB = Remove("docker", LIVES, "the Hub no longer knows its server")
         (None, [LIVES], [READY], Remove("docker", LIVES, "its lease has ended")),
         (None, [replace(LIVES, created_at=None)], [NOBODY], Remove),
         (None, [EXITED], [NOBODY], None),
+        (None, [RUN_EXITED], [NOBODY, None], Remove("docker", RUN_EXITED, "its lease has ended")),
         (None, [replace(LIVES, created_at=YOUNG)], [NOBODY], None),
     ],
     ids=[
         *("confirmed", "adopted when ready", "not charged yet", "no hub", "young, no hub"),
         *("run", "run adopted", "run on its way", "run exited", "run gone"),
+        "run never started",
         *("exited", "gone", "gone a moment ago", "gone a moment ago, no hub", "still to come"),
         *("spawn forgotten", "young, forgotten", "pending and exited", "newest end", "one lives"),
         *("engine silent", "engine silent, granted", "lease ended", "no one knows since when"),
-        *("exited without a lease", "just created"),
+        *("exited without a lease", "exited run without a lease", "just created"),
     ],
 )
 def test_reconciliation_plans_the_expected_action(
