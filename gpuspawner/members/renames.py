@@ -20,7 +20,7 @@ from ..db import hash_chain
 from ..db.engine import Store
 from ..db.hash_chain import Rename
 from ..leases import repository as leases_repository
-from ..leases.models import Lease
+from ..leases.models import Lease, LeaseKind
 from ..ledger import repository as ledger_repository
 from ..ledger import rules as ledger_rules
 from ..ledger.models import check_account, member_account
@@ -128,13 +128,15 @@ class RenameService:
             )
         opened = leases_repository.open_leases(connection)
         for lease in opened:
-            if lease.server.user == old:
+            # The Hub knows no server of a run, so nobody gives its lease the new name before this.
+            if lease.server.user == old and lease.server.kind is LeaseKind.SERVER:
                 raise Refused(
                     f"The server {lease.server} runs under the name {old} (lease {lease.id}). "
                     "Rename the member at the Hub first and wait for a minute until its lease has "
                     f"the new name, or stop it. {NOTHING}"
                 )
-        if waiting := queue_repository.open_of_member(connection, old):
+        tickets = queue_repository.open_of_member(connection, old)
+        if waiting := [each for each in tickets if each.server.kind is LeaseKind.SERVER]:
             raise Refused(
                 f"{old} waits in the queue (ticket {waiting[0].id}): wait until it has started, "
                 f"or run `gpuspawner queue cancel {waiting[0].id} --reason TEXT`. {NOTHING}"

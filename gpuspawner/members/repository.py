@@ -356,6 +356,10 @@ def give(connection: sa.Connection, old: str, new: str, sources: Mapping[str, st
     _give_account(connection, member_account(old), member_account(new))
     # Both names may have used the same key; it matters in the minute of its submission.
     connection.execute(sa.update(runs).where(runs.c.user == old).values(key=""))
+    # The hub's queue reads a waiting run's ticket again if its version is another.
+    waiting = OPEN_TICKET & (tickets.c.user == old)
+    again = sa.update(tickets).where(waiting).values(version=tickets.c.version + 1)
+    connection.execute(again)
     for column in NAMES:
         _replace(connection, column, old, new)
     _join_memberships(connection, old, new)

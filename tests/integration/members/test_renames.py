@@ -14,9 +14,11 @@ from gpuspawner.core.errors import Refused
 from gpuspawner.core.units import MICRO
 from gpuspawner.db import hash_chain
 from gpuspawner.db.schema import leases, metadata, postings, renames
-from gpuspawner.leases.models import ServerRef
+from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
 from gpuspawner.members import repository
 from gpuspawner.members.renames import Belongings
+from gpuspawner.queue.models import Ticket
+from gpuspawner.runs.models import Run, Work
 from gpuspawner.services import Services
 from tests.support import racers
 from tests.support.belongings import (
@@ -209,6 +211,39 @@ def test_rename_keeps_sessions_that_the_hub_has_renamed(services: Services) -> N
     servers = {each.server.name for each in services.leases.of_account(f"member:{NEW}", 5)}
     assert servers == {"over", ""}
     assert balance_of(services, NEW) == OPENING * MICRO - ended.charged - 40 * MICRO // 60
+    assert_holds(services)
+
+
+def test_runs_of_a_renamed_member_go_on(services: Services) -> None:
+    """One waits in the queue and the others run."""
+    clock = Clock.of(services)
+    services.ledger.open_account(OLD)
+    got = []
+    for number in range(5):
+        work = Work(command=("train",))
+        run = Run(id=f"run-{number}", user=OLD, title="", work=work, created_at=clock.now)
+        services.runs.submit(run)
+        terms = Terms(wait=True)
+        request = Request(devices=1)
+        got.append(services.queue.ask(run.server, request, engine="docker", terms=terms))
+    *held, ticket = got
+    assert isinstance(ticket, Ticket)
+    for lease in held:
+        assert isinstance(lease, Lease)
+        services.leases.confirm(lease.id, started_at=clock.now)
+    assert services.queue.turns(frozenset({ticket.id})) == []
+    rename(services)
+    clock.forward(minutes=10)
+    services.runs.note_exit("run-0", 0)
+    services.leases.release(held[0].id, ended_at=clock.now, reason="exit code 0")
+    [ended] = services.runs.settle()
+    assert (ended.id, ended.user, ended.outcome) == ("run-0", NEW, "done")
+    waits = services.runs.get("run-4").run
+    known = services.queue.ask(waits.server, request, engine="docker", terms=terms)
+    assert isinstance(known, Ticket) and known.id == ticket.id, "it keeps its place"
+    assert services.queue.turns(frozenset({ticket.id})) == [ticket.id]
+    lease = services.queue.start_ticket(ticket.id)
+    assert (lease.server, lease.account) == (waits.server, f"member:{NEW}")
     assert_holds(services)
 
 
