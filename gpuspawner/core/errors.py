@@ -354,6 +354,10 @@ class StartFailed(GPUSpawnerError):
     reason = "start_failed"
 
 
+class RunStartFailed(StartFailed):
+    """The run did not start: {cause}. Nothing was charged."""
+
+
 # Admins' mistakes and the ledger's guards.
 
 

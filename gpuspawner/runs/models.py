@@ -117,7 +117,20 @@ class FollowedRun:
     @property
     def is_to_be_started(self) -> bool:
         """True if it waits, or holds a lease without a container that anybody has seen."""
-        return not self.run.is_held_back and self.state in (RunState.WAITING, RunState.STARTING)
+        if self.run.is_held_back or self.has_to_settle:
+            return False
+        return self.state in (RunState.WAITING, RunState.STARTING)
+
+    @property
+    def has_to_settle(self) -> bool:
+        """True if its newest lease has ended, and nobody has seen to what that means for it.
+
+        It may be done, although it has no outcome yet. A lease that was lost with its hub has put
+        its ticket back into the queue: that run waits.
+        """
+        if self.run.outcome or self.lease is None or self.lease.state is not LeaseState.ENDED:
+            return False
+        return self.lease.id != self.run.after_lease and self.lease.outcome != "lost"
 
     @property
     def state(self) -> RunState:

@@ -42,6 +42,7 @@ from ..core.errors import (
     ServerHasLease,
     StartFailed,
     TicketEnded,
+    Unavailable,
 )
 from ..core.units import format_credits
 from ..engines.base import Engine
@@ -56,7 +57,7 @@ from .form import SpawnForm, defines_form, defines_options, note_of_link, templa
 from .no_shows import HubRecords
 from .progress import FailedSpawn, SpawnProgress
 from .readiness import StartTime, wait_for_answer
-from .recovery import Recovery, end_waits_first
+from .recovery import Recovery, end_waits_first, recovery_of
 from .turns import Acquisition, StartsWithoutGPU, TurnDispatcher, queue_card, what_you_got
 
 T = TypeVar("T")
@@ -282,7 +283,7 @@ class GPUSpawnerMixin(Spawner):
     @property
     def recovery(self) -> Recovery:
         """The comparison that precedes the first grant of this hub."""
-        return self.shared("gpuspawner_recovery", lambda: Recovery(self.services, self.log))
+        return recovery_of(self.hub_settings, self.services, self.log)
 
     # This server, and how it asks for its lease.
 
@@ -692,8 +693,13 @@ class GPUSpawnerMixin(Spawner):
         await self.queueing.stop_waiting(self.ticket.id)
 
     def _must_be_there(self, server: ServerRef) -> None:
-        """Raise MemberGone if the server's member was renamed or removed at the Hub."""
+        """Raise MemberGone if the server's member was renamed or removed at the Hub.
+
+        Raises Unavailable for a run of a renamed member.
+        """
         if self.server_ref != server:
+            if self.run is not None:  # it keeps its place until its records have the new name
+                raise Unavailable(f"{server}: its member was renamed to {self.user.name}.")
             raise MemberGone(why="the member was renamed")
         if not sa.inspect(self.user.orm_user if self.run else self.orm_spawner).persistent:
             raise MemberGone(why="the member was removed")

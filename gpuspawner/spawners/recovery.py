@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,6 +28,8 @@ from ..leases.models import Lease, ServerRef, Sighting
 from ..leases.reconciliation import HubState, Remove
 from ..services import Services
 from .turns import TurnDispatcher
+
+KEY = "gpuspawner_recovery"
 
 REST = 1.0
 """Seconds between a failed comparison and the next attempt."""
@@ -167,6 +169,16 @@ class Recovery:
         for lease in await self.services.run(self.services.leases.open_leases):
             if (server := server_of.get(lease.id, lease.server)) != lease.server:
                 await self.services.run(self.services.leases.follow_rename, lease.id, server)
+
+
+def recovery_of(
+    settings: MutableMapping[str, Any], services: Services, log: logging.Logger | Any
+) -> Recovery:
+    """Return the hub's only instance, which is in its settings."""
+    if KEY not in settings:
+        settings[KEY] = Recovery(services, log)
+    found: Recovery = settings[KEY]
+    return found
 
 
 def hub_servers(hub_db: Any) -> dict[ServerRef, str]:

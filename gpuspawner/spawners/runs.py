@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jupyterhub import orm
 from jupyterhub.objects import Server
@@ -23,6 +23,8 @@ from ..core.errors import (
     MemberGone,
     NoDeviceFree,
     NoRuns,
+    RunStartFailed,
+    StartFailed,
     TicketEnded,
     Unavailable,
 )
@@ -34,6 +36,7 @@ from ..services import Services, hub_services
 from .mixin import GPUSpawnerMixin
 from .progress import FailedSpawn
 from .quotes import QuoteQuestion, RunQuote, quote_of
+from .recovery import Recovery, recovery_of
 
 KEY = "gpuspawner_runs"
 
@@ -44,6 +47,15 @@ TRY_AGAIN = 10.0
 """Seconds between two tries to start one preemptible run."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A run that waits for its devices or whose container is on its way."""
+
+    run: Run
+    user: User
+    task: asyncio.Task[None]
+
+
 class RunLauncher:
     """All runs that this hub is about to start: each waits for its devices in a task of its own."""
 
@@ -51,7 +63,7 @@ class RunLauncher:
         self.settings = settings
         self.services = services
         self.log: logging.Logger = settings["log"]
-        self._starting: dict[str, tuple[Run, asyncio.Task[None]]] = {}
+        self._starting: dict[str, _Start] = {}
         self._round = asyncio.Lock()
         self._tried: dict[str, float] = {}
         """When preemptible runs that were tried may be tried again, by the monotonic clock."""
@@ -67,9 +79,14 @@ class RunLauncher:
         return found
 
     @property
+    def recovery(self) -> Recovery:
+        """The comparison that precedes the first grant of this hub."""
+        return recovery_of(self.settings, self.services, self.log)
+
+    @property
     def starting(self) -> list[Run]:
         """The runs that wait for their devices or whose container is on its way."""
-        return [run for run, _ in self._starting.values()]
+        return [start.run for start in self._starting.values()]
 
     async def submit(
         self, user: User, work: Work, options: Mapping[str, Any], *, title: str, **fields: Any
@@ -160,12 +177,39 @@ class RunLauncher:
             busy = set(self._starting)
             followed = await self.services.run(self.services.runs.open_runs)
             busy |= self._starting.keys()
-            to_start = [x.run for x in followed if x.is_to_be_started and x.run.id not in busy]
+            self._cancel_starts(followed)
+            to_start = [x.run for x in followed if self._can_start(x) and x.run.id not in busy]
             for run in to_start:
                 if not run.preemptible:
                     self._follow(run)
             if waiting := [run for run in to_start if run.preemptible]:
                 await self._fill(waiting, followed)
+
+    def _can_start(self, followed: FollowedRun) -> bool:
+        """Return True if a run needs a task that starts it.
+
+        After the comparison, a lease that nobody starts with is left of a start that failed, such
+        as with its engine. It must not be reported as on its way: a comparison settles it.
+        """
+        if not followed.is_to_be_started or followed.run.user not in self.settings["users"]:
+            return False  # a member may have a new name that their runs do not have yet
+        return followed.state is RunState.WAITING or not self.recovery.is_compared
+
+    def _cancel_starts(self, followed: Sequence[FollowedRun]) -> None:
+        """Cancel the starts of runs that have to yield their devices, or whose end was ordered.
+
+        Their program has not begun, so there is nothing to warn it for, and a pull may take hours.
+        A run whose member was renamed keeps its ticket, and starts when it has the new name.
+        """
+        for each in followed:
+            lease, start = each.lease, self._starting.get(each.run.id)
+            if start is None:
+                continue
+            is_granted = lease is not None and lease.state is LeaseState.GRANTED
+            has_to_end = is_granted and lease is not None and (lease.yields_at or lease.outcome)
+            if has_to_end or start.user.name != start.run.user:
+                self.log.info("Run %s of %s gives up its start", each.run.id, each.run.user)
+                start.task.cancel()
 
     async def _require_possible(self, user: User, run: Run) -> tuple[Request, Terms]:
         """Raise Refused with a sentence for the member if a run cannot be started as asked."""
@@ -200,26 +244,26 @@ class RunLauncher:
         self._tried = {key: at for key, at in self._tried.items() if at > now}
 
     def _follow(self, run: Run) -> None:
-        if run.id in self._starting:
+        users = self.settings["users"]
+        if run.id in self._starting or run.user not in users:
             return
-        task = asyncio.ensure_future(self._start(run))
-        self._starting[run.id] = run, task
+        task = asyncio.ensure_future(self._start(run, users[run.user]))
+        self._starting[run.id] = _Start(run, users[run.user], task)
         task.add_done_callback(lambda done: self._starting.pop(run.id, None))
 
-    async def _start(self, run: Run) -> None:
+    async def _start(self, run: Run, user: User) -> None:
         """Wait for the run's devices and start it; if that fails, save why."""
         try:
-            user = self._user(run.user)
             spawner = self._spawner(user, run)
             await spawner.apply_group_overrides()
             await spawner.await_comparison()
             followed = await self.services.run(self.services.runs.get, run.id)
-            if followed.state is not RunState.WAITING:
+            if followed.state is not RunState.WAITING or followed.has_to_settle:
                 return  # its program was begun by an earlier process of the hub, or it has ended
             try:
                 await maybe_future(spawner.run_pre_spawn_hook())
-            except Exception:
-                if spawner.lease is not None:  # the admin's own hook failed
+            except BaseException:
+                if spawner.lease is not None:  # the admin's own hook failed, or was cancelled
                     await spawner.run_post_stop_hook()
                 raise
             try:
@@ -235,7 +279,7 @@ class RunLauncher:
         except Exception:
             self.log.exception("Run %s of %s did not start", run.id, run.user)
             cause = "an unexpected error occurred (tell your admin)"
-            await self._refuse(run, GPUSpawnerError(f"The run did not start: {cause}."))
+            await self._refuse(run, RunStartFailed(cause=cause))
 
     async def _refuse(self, run: Run, error: GPUSpawnerError) -> None:
         if isinstance(error, NoDeviceFree) and run.preemptible:
@@ -244,6 +288,8 @@ class RunLauncher:
             # The next round tries again, or settles what the end of its ticket means.
             self.log.warning("Run %s of %s waits: %s", run.id, run.user, error.message)
             return
+        if isinstance(error, StartFailed):
+            error = RunStartFailed(**error.fields)
         with suppress(GPUSpawnerError):  # the next round refuses it again
             await self.services.run(self.services.runs.refuse, run.id, error.message)
 
@@ -252,12 +298,6 @@ class RunLauncher:
         followed = await self.services.run(self.services.runs.get, run.id)
         if followed.run.outcome:
             raise MemberGone(why="the run was stopped")
-
-    def _user(self, name: str) -> User:
-        users = self.settings["users"]
-        if name not in users:
-            raise MemberGone(why="the member was removed")
-        return cast("User", users[name])
 
     async def _ready_spawner(self, user: User, run: Run) -> GPUSpawnerMixin:
         spawner = self._spawner(user, run)

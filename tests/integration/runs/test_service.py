@@ -59,6 +59,27 @@ def test_run_is_charged_and_done_once(make: Make) -> None:
     assert followed.lease.charged == 10**6
 
 
+def test_ended_run_is_not_started_again_before_it_is_settled(make: Make) -> None:
+    services = make()
+    run, _ = services.runs.submit(run_of(requeue=True))
+
+    def is_to_be_started() -> bool:
+        return services.runs.get(run.id).is_to_be_started
+
+    assert is_to_be_started()
+    lease = start(services, run)
+    services.leases.release(lease.id, reason="exit code 143")
+    assert not is_to_be_started(), "it may be done"
+    services.runs.settle()
+    assert is_to_be_started(), "it was interrupted"
+    lease = start(services, run)
+    services.runs.note_exit(run.id, 0)
+    services.leases.release(lease.id, reason="exit code 0")
+    assert not is_to_be_started()
+    services.runs.settle()
+    assert not is_to_be_started()
+
+
 def test_same_key_submits_once(make: Make) -> None:
     services = make()
     first, _ = services.runs.submit(run_of(1, key="night"))
@@ -160,6 +181,19 @@ def test_running_run_is_stopped_by_an_order(make: Make) -> None:
     services.runs.settle()
     ended = services.runs.get(run.id).run
     assert (ended.outcome, ended.reason) == ("stopped", "The room is needed.")
+
+
+def test_run_lost_with_its_hub_is_started_from_its_old_place(make: Make) -> None:
+    services = make()
+    taken = acquire(services, "owner", 4)
+    run, _ = services.runs.submit(run_of())
+    ticket = ask(services, run)
+    services.leases.release(taken.id, reason="stopped")
+    assert services.queue.turns(frozenset({ticket.id})) == [ticket.id]
+    lease = services.queue.start_ticket(ticket.id)
+    services.leases.release(lease.id, reason="the server was gone", lost=True)
+    assert services.runs.settle() == []
+    assert services.runs.get(run.id).is_to_be_started, "its ticket waits again"
 
 
 def test_runs_from_the_queue_need_nobody_to_connect(make: Make) -> None:
