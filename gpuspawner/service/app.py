@@ -38,6 +38,7 @@ from ..web.frame import Frame
 from .device_monitor import GPUSampler
 from .disk_monitor import disk_rounds, workspace_rounds
 from .duties import (
+    FORMER_MEMBERS_SECONDS,
     CreditDuty,
     FolderOwnerDuty,
     GPUSessions,
@@ -206,7 +207,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             (tick.charge_pause, "Charges", tick.charge),
             (2.0, "Sessions", sessions.round),
             (1.0, "Runs", runs.round),
-            (60.0, "Runs of former members", runs.end_gone),
+            (FORMER_MEMBERS_SECONDS, "Runs of former members", runs.end_gone),
             (15.0, "Files of runs", files.round),
             (2.0, "Credits", credits.round),
             (5.0, "Refills", RefillDuty(tick).round),

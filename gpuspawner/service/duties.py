@@ -267,6 +267,9 @@ class SessionDuty(TickDuty):
 
 MEMBER_GONE = "the member was removed at the Hub"
 
+FORMER_MEMBERS_SECONDS = 60.0
+"""Seconds between two checks for runs of members whom the Hub lacks."""
+
 MEMBER_GONE_SECONDS = 600.0
 """Seconds until the runs of a member whom the Hub lacks are stopped; a rename takes time."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gpuspawner.notifications import repository as notifications_repository
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, assert_in_words
 from tests.support.images import BASE
@@ -25,11 +26,15 @@ environments:
     display_name: Base
     image: {BASE}
     default: true
-    devices: {{default: 1, max: 2}}
+    devices: {{{{default: 1, max: 2}}}}
   - slug: gone
     display_name: Gone
     image: gpuspawner/gone:test
-    devices: {{default: 1, max: 2}}
+    devices: {{{{default: 1, max: 2}}}}
+  - slug: slow
+    display_name: Slow
+    image: 127.0.0.1:{{registry}}/slow:1
+    devices: {{{{default: 1, max: 2}}}}
 """
 
 CONFIG = """
@@ -39,7 +44,11 @@ c.GPUCredits.grace_seconds = 30
 def hook(spawner):
     if "failing-hook" in spawner.user.name:
         raise RuntimeError("the licence server is down")
+    if "failed-start" in spawner.user.name:
+        spawner.extra_host_config = {{"Runtime": "no-such-runtime"}}
 c.Spawner.pre_spawn_hook = hook
+service_constants["gpuspawner.service.app.FORMER_MEMBERS_SECONDS"] = 1
+service_constants["gpuspawner.service.duties.MEMBER_GONE_SECONDS"] = 30
 import gpuspawner
 gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 """
@@ -48,9 +57,12 @@ SLEEP = ["python3", "-c", "import time; print('here', flush=True); time.sleep(60
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[GPUHub]:
+def hub(
+    hubs: None, engine: PrivateEngine, images: Any, silent_registry: int, folder: Path
+) -> Iterator[GPUHub]:
     config = CONFIG.format(port=free_port(), folder=folder)
-    with GPUHub(folder / "hub", engine, config, catalog=CATALOG) as hub:
+    catalog = CATALOG.format(registry=silent_registry)
+    with GPUHub(folder / "hub", engine, config, catalog=catalog) as hub:
         yield hub
     engine.clean()
 
@@ -133,6 +145,14 @@ def test_missing_image_is_told(hub: GPUHub, member: str) -> None:
     assert "image" in run["reason"]
     (lease,) = hub.leases(member)
     assert lease.charged == 0
+    assert_all_given_back(hub)
+
+
+def test_failed_start_speaks_of_the_run(hub: GPUHub, member: str) -> None:
+    run = ended(hub, member, submit(hub, member, command=["true"])["id"])
+    assert run["state"] == "failed"
+    assert run["reason"].startswith("The run did not start: ")
+    assert run["reason"].endswith(". Nothing was charged.")
     assert_all_given_back(hub)
 
 
@@ -240,6 +260,29 @@ def test_preemptible_run_yields_to_a_session_and_goes_on(
     assert_all_given_back(hub)
 
 
+def test_preemptible_run_yields_while_its_image_is_pulled(hub: GPUHub, member: str) -> None:
+    """It has no program that could save anything, and a pull may take hours."""
+    holders = [submit(hub, member, command=SLEEP)["id"] for _ in hub.devices[1:]]
+    for run_id in holders:
+        in_state(hub, member, run_id, "running")
+    options = {"environment": "slow"}
+    run_id = submit(hub, member, command=["true"], preemptible=True, options=options)["id"]
+    in_state(hub, member, run_id, "starting")
+    hub.spawn_and_wait("member7", {"environment": "base", "gpus": 1})
+    run = run_of(hub, member, run_id)
+    assert (run["state"], run["preemptions"], run["restarts"]) == ("waiting", 1, 0)
+    hub.stop_server("member7")
+    in_state(hub, member, run_id, "starting")
+    hub.call(member, "DELETE", f"runs/{run_id}").raise_for_status()
+    run = ended(hub, member, run_id)
+    assert (run["state"], run["reason"]) == ("stopped", "Its member stopped it.")
+    for run_id in holders:
+        hub.call(member, "DELETE", f"runs/{run_id}").raise_for_status()
+        ended(hub, member, run_id)
+    assert_all_given_back(hub)
+    assert not [lease for lease in hub.leases(member) if lease.preemptible and lease.charged]
+
+
 def test_program_is_warned_before_its_credits_end(hub: GPUHub, member: str, folder: Path) -> None:
     program = (
         "import signal, sys, time\n"
@@ -292,6 +335,25 @@ def test_run_ends_once_though_hub_and_service_are_killed(
     charged = [lease for lease in hub.leases(member) if lease.charged]
     assert len(charged) == 1, "charged once"
     assert_all_given_back(hub)
+
+
+def test_runs_of_a_removed_member_end(hub: GPUHub, member: str) -> None:
+    holders = [submit(hub, member, command=SLEEP)["id"] for _ in hub.devices]
+    for run_id in holders:
+        in_state(hub, member, run_id, "running")
+    waits = submit(hub, member, command=SLEEP)["id"]
+    assert hub.api("DELETE", f"users/{member}").status_code == 204
+    for run_id in (waits, *holders):
+        run = ended(hub, "admin", run_id)
+        assert run["reason"] in ("The member was removed at the Hub.", "The member was removed.")
+    assert_all_given_back(hub)
+    leases = hub.leases(member)
+    assert sorted(lease.server.run_id for lease in leases) == sorted(holders)
+    assert all(lease.charged for lease in leases)
+    title = "Your run python3 was stopped"
+    with hub._database.connect() as connection:
+        told = [notice.title for notice in notifications_repository.of_user(connection, member)]
+    assert told.count(title) == len(holders), told
 
 
 def test_bad_submissions_are_refused_in_words(hub: GPUHub, member: str) -> None:
