@@ -4,6 +4,7 @@ Engine, containers of our base image."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
+from gpuspawner.db.schema import OPEN_TICKET, tickets
 from gpuspawner.notifications import repository as notifications_repository
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub, assert_in_words
 from tests.support.images import BASE
 from tests.support.lab import LAB
+from tests.support.preloaded import PRELOADED, PYTHONPATH
 from tests.support.processes import die_with_us, free_port, wait_for
 
 CATALOG = f"""
@@ -335,6 +339,43 @@ def test_run_ends_once_though_hub_and_service_are_killed(
     charged = [lease for lease in hub.leases(member) if lease.charged]
     assert len(charged) == 1, "charged once"
     assert_all_given_back(hub)
+
+
+def test_runs_of_a_renamed_member_go_on(hub: GPUHub, member: str, folder: Path) -> None:
+    """Those that wait keep their place until their records have the new name."""
+    new = "ada-of-the-runs"
+    holders = [submit(hub, member, command=SLEEP)["id"] for _ in hub.devices]
+    for run_id in holders:
+        in_state(hub, member, run_id, "running")
+    waits = submit(hub, member, command=["true"])["id"]
+    in_state(hub, member, waits, "waiting")
+    wait_for(lambda: ticket_of(hub, waits), "its ticket")
+    hub.api("PATCH", f"users/{member}", json={"name": new}).raise_for_status()
+    given_up = f"Run {waits} of {member} gives up its start"
+    wait_for(lambda: given_up in hub.log_text(), "the hub to see the new name")
+    assert run_of(hub, "admin", waits)["state"] == "waiting"
+    arguments = ["members", "rename", member, new, "--yes"]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": PYTHONPATH, "HOME": str(hub.folder)}
+    done = PRELOADED.run(arguments, hub.folder, environment, answer="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert run_of(hub, new, waits)["state"] == "waiting"
+    hub.call(new, "DELETE", f"runs/{holders[0]}").raise_for_status()
+    assert ended(hub, new, waits)["state"] == "done"
+    assert (workspace(folder, new) / run_of(hub, new, waits)["folder"] / "run.log").exists()
+    for run_id in holders[1:]:
+        assert run_of(hub, new, run_id)["state"] == "running"
+        hub.call(new, "DELETE", f"runs/{run_id}").raise_for_status()
+    for run_id in holders:
+        assert ended(hub, new, run_id)["reason"] == "Its member stopped it."
+    assert_all_given_back(hub)
+    assert len(hub.leases(new)) == len(holders) + 1
+
+
+def ticket_of(hub: GPUHub, run_id: str) -> str:
+    """The number of a run's open ticket; empty without one."""
+    its = OPEN_TICKET & (tickets.c.server_name == f"run:{run_id}")
+    with hub._database.connect() as connection:
+        return str(connection.execute(sa.select(tickets.c.id).where(its)).scalar() or "")
 
 
 def test_runs_of_a_removed_member_end(hub: GPUHub, member: str) -> None:
