@@ -3,7 +3,6 @@ Docker Engine, containers of our base image with JupyterLab, Chromium."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,67 +13,31 @@ from playwright.sync_api import Browser, expect
 from gpuspawner.core.units import MICRO
 from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
-from tests.support.gpu_hub import GPUHub
-from tests.support.images import BASE
-from tests.support.pages import WIDE, add_cookies
-from tests.support.processes import free_port, wait_for
+from tests.support.notebook_hub import NotebookHub
+from tests.support.notebooks import new_notebook
+from tests.support.processes import wait_for
 
-CATALOG = f"""
-environments:
-  - slug: base
-    display_name: Base
-    image: {BASE}
-    default: true
-    devices: {{default: 1, max: 2}}
-    hours: {{max: 8}}
-"""
-
-CONFIG = """
-c.GPUDockerSpawner.workspace = "{folder}/work-{{raw_username}}"
-c.GPURates.by_model = {{"*": 4}}
-c.GPUCredits.opening_grant = 50
-c.GPUCredits.hold_minutes = 1
-import gpuspawner
-gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
-"""
-
-NOTEBOOK = {
-    "cells": [
-        {
-            "cell_type": "code",
-            "id": name,
-            "source": source,
-            "metadata": {"tags": [name]},
-            "outputs": [],
-            "execution_count": None,
-        }
-        for name, source in (
-            ("parameters", "seed = 1"),
-            ("work", "import os\nprint('seed', seed, os.environ['GPUSPAWNER_GPU_COUNT'])"),
-        )
-    ],
-    "metadata": {"kernelspec": {"name": "python3", "display_name": "Python", "language": "python"}},
-    "nbformat": 4,
-    "nbformat_minor": 5,
-}
+NOTEBOOK = new_notebook(
+    parameters="seed = 1",
+    work="import os\nprint('seed', seed, os.environ['GPUSPAWNER_GPU_COUNT'])",
+)
 
 
 @pytest.fixture(scope="module")
-def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[GPUHub]:
-    config = CONFIG.format(port=free_port(), folder=folder)
-    with GPUHub(folder / "hub", engine, config, catalog=CATALOG) as hub:
+def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[NotebookHub]:
+    with NotebookHub(folder, engine) as hub:
         yield hub
     engine.clean()
 
 
-def quote(hub: GPUHub, user: str, status: int = 200, **body: Any) -> dict[str, Any]:
+def quote(hub: NotebookHub, user: str, status: int = 200, **body: Any) -> dict[str, Any]:
     hub.browser_of(user)
     answer = hub.call(user, "POST", "runs/-/quote", json=body)
     assert answer.status_code == status, answer.text
     return dict(answer.json())
 
 
-def ended(hub: GPUHub, user: str, run_id: str) -> dict[str, Any]:
+def ended(hub: NotebookHub, user: str, run_id: str) -> dict[str, Any]:
     def there() -> dict[str, Any]:
         run: dict[str, Any] = hub.call(user, "GET", f"runs/{run_id}").json()
         return run if run["ended_at"] else {}
@@ -82,7 +45,7 @@ def ended(hub: GPUHub, user: str, run_id: str) -> dict[str, Any]:
     return wait_for(there, "the end of the run", timeout=90)
 
 
-def test_quote_says_what_the_start_form_says(hub: GPUHub, member: str) -> None:
+def test_quote_says_what_the_start_form_says(hub: NotebookHub, member: str) -> None:
     told = quote(hub, member)
     account = f"member:{member}"
     assert (told["environment"], told["environment_name"]) == ("base", "Base")
@@ -112,7 +75,7 @@ def test_quote_says_what_the_start_form_says(hub: GPUHub, member: str) -> None:
     assert hub.leases(member) == [] and hub.call(member, "GET", "runs").json()["runs"] == []
 
 
-def test_quote_of_who_would_wait_has_a_position(hub: GPUHub, member: str) -> None:
+def test_quote_of_who_would_wait_has_a_position(hub: NotebookHub, member: str) -> None:
     hub.browser_of(member)
     holders = [
         hub.call(
@@ -137,7 +100,7 @@ def test_quote_of_who_would_wait_has_a_position(hub: GPUHub, member: str) -> Non
     wait_for(lambda: hub.containers() == [] and hub.taken() == {}, "the end of the containers")
 
 
-def test_who_cannot_pay_reads_it_in_the_quote(hub: GPUHub, member: str) -> None:
+def test_who_cannot_pay_reads_it_in_the_quote(hub: NotebookHub, member: str) -> None:
     hub.browser_of(member)
     taken = {"amount": "-50", "reason": "test", "key": f"all-{member}"}
     path = f"accounts/member:{member}/grants"
@@ -148,21 +111,16 @@ def test_who_cannot_pay_reads_it_in_the_quote(hub: GPUHub, member: str) -> None:
 
 
 def test_button_in_jupyterlab_finishes_a_notebook_and_stops_the_server(
-    hub: GPUHub, browser: Browser, member: str, folder: Path
+    hub: NotebookHub, browser: Browser, member: str
 ) -> None:
     hub.browser_of(member)
     hub.spawn_and_wait(member, {"environment": "base", "gpus": 1, "hours": 3})
-    work = folder / f"work-{member}"
-    (work / "night.ipynb").write_text(json.dumps(NOTEBOOK))
-    (work / "night.ipynb").chmod(0o666)
+    hub.put_notebook(member, "night.ipynb", NOTEBOOK)
     [lease] = hub.open_leases(member)
     hub.browser_of("member7")
     quote(hub, "member7", 404, lease=lease.id)
 
-    page = browser.new_context(viewport=WIDE).new_page()
-    add_cookies(page, hub, member)
-    page.goto(f"{hub.url}/user/{member}/lab/tree/night.ipynb")
-    expect(page.locator(".jp-NotebookPanel .cm-content").first).to_contain_text("seed = 1")
+    page = hub.open_notebook(browser, member, "night.ipynb")
     page.get_by_role("button", name="Finish without me").click()
     dialog = page.locator(".gpuspawner-finish .jp-Dialog-content")
     expect(dialog.get_by_label("Time limit in hours")).to_have_value("3")
@@ -185,6 +143,6 @@ def test_button_in_jupyterlab_finishes_a_notebook_and_stops_the_server(
     run = ended(hub, member, run["id"])
     assert (run["state"], run["exit_status"], run["reason"]) == ("done", 0, "")
     assert run["notebook"] == f"{run['folder']}/input.ipynb" and run["parameters"] == {"seed": 7}
-    output = (work / run["folder"] / "output.ipynb").read_text()
+    output = (hub.workspace(member) / run["folder"] / "output.ipynb").read_text()
     assert '"seed 7 1\\n"' in output
     assert len(hub.leases(member)) == 2 and hub.balance(member) < 50 * MICRO

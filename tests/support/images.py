@@ -38,6 +38,7 @@ EXITS = "gpuspawner/exits:test"
 SILENT = "gpuspawner/silent:test"
 TRIED = "gpuspawner/tried:test"
 VSCODE = "gpuspawner/vscode:test"
+KEEPS_OUTPUTS = "gpuspawner/base-keep-outputs:test"
 NGC_BASE = "gpuspawner/ngc-base:test"
 
 LABEL = "org.gpuspawner.content"
@@ -84,6 +85,7 @@ def recipes() -> dict[str, Recipe]:
             keep=True,
         ),
         Recipe(VSCODE, OURS / "vscode", base=BASE, keep=True),
+        Recipe(KEEPS_OUTPUTS, OURS / "keep-outputs", base=BASE, keep=True),
     )
     return {r.tag: r for r in all_of_them}
 

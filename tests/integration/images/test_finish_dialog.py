@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from tests.support.axe import troubles
 from tests.support.browser import complaints_of_ours, screenshot
 from tests.support.lab_server import TOKEN, StandInHub, lab_server, stand_in_hub
+from tests.support.notebooks import new_notebook
 from tests.support.pages import DRAWN, PHONE, WIDE
 from tests.support.processes import wait_for
 
@@ -76,22 +77,7 @@ SESSION = {
     "warnings": [],
 }
 
-NOTEBOOK = {
-    "cells": [
-        {
-            "cell_type": "code",
-            "id": name,
-            "source": source,
-            "metadata": {"tags": [name]},
-            "outputs": [],
-            "execution_count": None,
-        }
-        for name, source in (("parameters", "seed = 1\nname = 'birds'"), ("work", "print(seed)"))
-    ],
-    "metadata": {"kernelspec": {"name": "python3", "display_name": "Python", "language": "python"}},
-    "nbformat": 4,
-    "nbformat_minor": 5,
-}
+NOTEBOOK = new_notebook(parameters="seed = 1\nname = 'birds'", work="print(seed)")
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,8 @@ from tests.support.processes import REPO
 
 IMAGES = REPO / "images"
 NAMES = ["base", "jax", "minimal-cpu", "ngc", "pytorch", "rapids", "tensorflow", "vscode"]
+OPTION = "keep-outputs"
+"""Built on any of them that has a lock."""
 ON_BASE = "gpuspawner/base:latest"
 
 
@@ -51,7 +53,7 @@ def labels(name: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, OPTION])
 def test_base_image_is_a_pinned_build_argument(name: str) -> None:
     first, second = instructions(name)[:2]
     assert first[0] == "ARG" and second == ("FROM", second[1])
@@ -63,7 +65,7 @@ def test_base_image_is_a_pinned_build_argument(name: str) -> None:
     assert {rest.split()[0] for rest in said(name, "FROM")} <= {"${BASE_IMAGE}", *stages}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, OPTION])
 def test_images_do_not_run_as_root(name: str) -> None:
     stage = last_stage(name)
     users = [rest for word, rest in stage if word == "USER"]
@@ -76,7 +78,7 @@ def test_images_do_not_run_as_root(name: str) -> None:
         assert users[-1] in ("${NB_USER}", "${NB_UID}")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, OPTION])
 def test_dockerfiles_leave_no_caches_and_fetch_no_urls(name: str) -> None:
     for word, rest in instructions(name):
         assert word != "ADD"
@@ -108,7 +110,7 @@ def locked(lock: Path) -> list[str]:
     return [line.partition("==")[0] for line in lock.read_text(encoding="utf-8").splitlines()[1:]]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "ngc"])
+@pytest.mark.parametrize("name", [*(name for name in NAMES if name != "ngc"), OPTION])
 def test_images_install_locked_packages_only_and_list_them_in_an_sbom(name: str) -> None:
     runs = " ".join(said(name, "RUN"))
     assert "LOCK=requirements.lock" in said(name, "ARG") and "sbom.cdx.json" in runs
@@ -153,7 +155,8 @@ def test_build_script_builds_base_images_first() -> None:
     assert built("jax", "vscode") == ["base", "jax", "vscode"]
     everything = built("--all")
     assert everything.index("base") < everything.index("jax")
-    assert {*everything, "ngc"} == {path.parent.name for path in IMAGES.glob("*/Dockerfile")}
+    folders = {path.parent.name for path in IMAGES.glob("*/Dockerfile")}
+    assert {*everything, "ngc", OPTION} == folders
     assert sorted({*everything, "ngc"}) == NAMES and len(everything) == len(NAMES) - 1
     command = [sys.executable, str(IMAGES / "build"), "pytorhc"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -170,6 +173,38 @@ def test_build_script_accepts_hub_version_cpu_and_base_image() -> None:
     command, trial = build("ngc", "--base-image", "mine:1", "--tag", "wrapped:1", "--smoke")
     assert command[3] == "wrapped:1" and "BASE_IMAGE=mine:1" in command
     assert trial[-3:] == ["catalog", "smoke", "wrapped:1"]
+
+
+def test_option_is_an_image_of_its_own_beside_the_one_without_it() -> None:
+    _, jax, with_option = build("jax", "--keep-outputs")
+    assert jax[3] == "gpuspawner/jax:latest"
+    assert with_option[3] == "gpuspawner/jax-keep-outputs:latest"
+    assert "BASE_IMAGE=gpuspawner/jax:latest" in with_option
+    found = dict(word.split("=", 1) for word in with_option if word.count("=") == 1)
+    entry = entry_of(with_option[3], labels("jax") | found, {})
+    made = Catalog.from_mapping({"environments": [entry]}).environments[0]
+    assert (made.slug, made.display_name) == ("jax-keep-outputs", "JAX, keeps outputs")
+    *_, last = build("base", "jax", "--keep-outputs", "--tag", "mine:1")
+    assert last[3] == "mine:1" and "BASE_IMAGE=gpuspawner/jax:latest" in last
+    command = [sys.executable, str(IMAGES / "build"), "ngc", "--keep-outputs"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr[:29]) == (2, "--keep-outputs is not for ngc")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "ngc"])
+def test_option_changes_no_package_of_an_image(name: str) -> None:
+    """What the option brings is not in the image, or has the same version there."""
+
+    def versions(lock: Path) -> dict[str, str]:
+        lines = lock.read_text(encoding="utf-8").splitlines()[1:]
+        return dict(line.split()[0].split("==") for line in lines)
+
+    added = versions(IMAGES / OPTION / "requirements.lock")
+    for lock in (IMAGES / name).glob("*.lock"):
+        there = versions(lock)
+        assert {k: there[k] for k in added.keys() & there} == {
+            k: added[k] for k in added.keys() & there
+        }
 
 
 def test_sbom_lists_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
