@@ -33,6 +33,7 @@ from urllib3.util import Retry
 __all__ = [
     *("Client", "RunCalls", "SessionCalls", "AccountCalls", "RequestRefused", "MemberDetails"),
     *("CatalogCalls", "EnvironmentDetails", "SweepCalls", "SweepDetails"),
+    *("QuoteDetails", "QuotedPayer", "ExpectedStart", "SweepQuoteDetails"),
     *("RunDetails", "Session", "SessionDevice", "SessionEnd", "Balance", "StatementLine"),
 ]
 
@@ -88,6 +89,71 @@ class RunDetails:
     """The cell that its notebook executes: of a run that was asked for alone."""
     cells: int | None
     sweep: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedStart:
+    """When a run would probably start: in 8 of 10 cases from ``low`` to ``high``."""
+
+    low: datetime
+    likely: datetime
+    high: datetime
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotedPayer:
+    """An account that may pay for a run."""
+
+    account: str
+    available: Decimal
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuoteDetails:
+    """What a run would cost, when it would start, and what its member may choose.
+
+    The prices are in words, as the form shows them. ``refusal`` says why it would be refused, if
+    it would be; ``place`` is its position in the queue, if it would wait there.
+    """
+
+    options: dict[str, Any]
+    environment: str
+    environment_name: str
+    gpus: int
+    most_gpus: int
+    cpu_variant: bool
+    models: tuple[str, ...]
+    hours: float | None
+    most_hours: float | None
+    account: str
+    accounts: tuple[QuotedPayer, ...]
+    what: str
+    price: str
+    total: str
+    lasts: str
+    refusal: str
+    preemptible: bool
+    preemptible_share: float | None
+    """What a preemptible run costs, as a share of the price of another; None without such runs."""
+    at_once: bool
+    place: int | None
+    estimate: ExpectedStart | None
+    planned: datetime | None
+    latest: datetime | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepQuoteDetails:
+    """What a sweep costs at most, and what must be there for the runs that begin at once."""
+
+    runs: int
+    seconds: int | None
+    """The time limit of each run."""
+    rate_per_hour: Decimal
+    """Of one run, on the dearest GPUs that fit."""
+    most: Decimal | None
+    """Of all runs, if each lasts until its time limit."""
+    hold: Decimal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +332,8 @@ RUNS = Call("runs", "GET", "runs", _RunPage, ("all", "before", "limit"))
 SUBMIT_RUN = Call("submitRun", "POST", "runs", RunDetails)
 RUN = Call("run", "GET", "runs/{run}", RunDetails)
 STOP_RUN = Call("stopRun", "DELETE", "runs/{run}", RunDetails)
+QUOTE_RUN = Call("quoteRun", "POST", "runs/-/quote", QuoteDetails)
+QUOTE_SWEEP = Call("quoteSweep", "POST", "sweeps/-/quote", SweepQuoteDetails)
 SUBMIT_SWEEP = Call("submitSweep", "POST", "sweeps", SweepDetails)
 SWEEP = Call("sweep", "GET", "sweeps/{sweep}", SweepDetails)
 STOP_SWEEP = Call("stopSweep", "DELETE", "sweeps/{sweep}", SweepDetails)
@@ -280,6 +348,7 @@ STATEMENT = Call(
 )
 ENVIRONMENTS = Call("environments", "GET", "environments", _Environments)
 CALLS: tuple[Call[Any], ...] = (
+    *(QUOTE_RUN, QUOTE_SWEEP),
     *(ENVIRONMENTS, SUBMIT_SWEEP, SWEEP, STOP_SWEEP, AGAIN_SWEEP),
     *(ME, RUNS, SUBMIT_RUN, RUN, STOP_RUN, SESSIONS, EXTEND, END),
     *(ACCOUNTS, ACCOUNT, STATEMENT),
@@ -437,6 +506,26 @@ class RunCalls:
         )
         return self._client.ask(SUBMIT_RUN, body=body)
 
+    def quote(
+        self,
+        *,
+        options: Mapping[str, object] | None = None,
+        lease: str = "",
+        preemptible: bool = False,
+    ) -> QuoteDetails:
+        """Return what a run would cost and when it would start; nothing is submitted.
+
+        Args:
+            options: What it needs, as for :meth:`submit`.
+            lease: A session of the member's. What is not in ``options`` is as that one has it.
+            preemptible: As for :meth:`submit`.
+
+        Raises:
+            RequestRefused: No run can be submitted with these options.
+        """
+        body = {"options": dict(options or {}), "lease": lease, "preemptible": preemptible}
+        return self._client.ask(QUOTE_RUN, body=body)
+
     def get(self, run: str) -> RunDetails:
         """Return the run with this id. Raises RequestRefused."""
         return self._client.ask(RUN, run)
@@ -532,6 +621,31 @@ class SweepCalls:
             at_most=at_most,
         )
         return self._client.ask(SUBMIT_SWEEP, body=body)
+
+    def quote(
+        self,
+        command: Sequence[str] = (),
+        *,
+        sets: Sequence[Mapping[str, object]],
+        notebook: str = "",
+        options: Mapping[str, object] | None = None,
+        preemptible: bool = False,
+        at_most: int | None = None,
+    ) -> SweepQuoteDetails:
+        """Return what a sweep costs at most; nothing is submitted.
+
+        The arguments are those of :meth:`submit` on which the price depends. Raises RequestRefused
+        for a sweep that cannot be submitted.
+        """
+        body = {
+            "command": list(command),
+            "sets": [dict(each) for each in sets],
+            "notebook": notebook,
+            "options": dict(options or {}),
+            "preemptible": preemptible,
+            "at_most": at_most,
+        }
+        return self._client.ask(QUOTE_SWEEP, body=body)
 
     def get(self, sweep: str) -> SweepDetails:
         """Return the sweep with this id. Raises RequestRefused."""

@@ -114,17 +114,20 @@ class PriceList:
         running: Mapping[str, int] | None = None,
         policies: Mapping[str, CreditPolicy] | None = None,
         grace: timedelta = timedelta(0),
+        discounted: Callable[[int], int] = lambda rate: rate,
     ) -> None:
         """``ending``: when credits expire and how many (in microcredits), by account name.
 
         By the same name: ``running``, microcredits an hour of the servers that run already, and
-        ``policies``; ``grace`` is that of a server whose account is dry.
+        ``policies``; ``grace`` is that of a server whose account is dry. ``discounted`` is what
+        becomes of the rate of all devices of a start together.
         """
         self.overview = overview
         self._ending = ending or {}
         self._running = running or {}
         self._policies = policies or {}
         self._grace = grace
+        self._discounted = discounted
         self.environments = [e for e in environments if not e.cpu_only]
         self.now = now
         self._cards = {e.slug: overview.rates.card(now, e.slug) for e in self.environments}
@@ -257,7 +260,7 @@ class PriceList:
             what = f"{most} {model}" if model else several
             return Offer(refusal=f"This hub has {what}.")
         what = _what(gpus, {count.model for count in enough})
-        rates = sorted({gpus * self.rate(environment, count) for count in enough})
+        rates = sorted({self._discounted(gpus * self.rate(environment, each)) for each in enough})
         if not rates[-1]:
             return Offer(what=what)
         lasts = {value: self._lasts_with(account, rates[-1]) for value, account in payers}

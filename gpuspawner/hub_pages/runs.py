@@ -78,7 +78,9 @@ class QuoteAPI(_OfService):
         """Check the options like those of a start, and return the price and the expected start."""
         sent, user = self.sent_for()
         try:
-            found = await self.launcher.quote(user, sent["options"], sent["server"])
+            found = await self.launcher.quote(
+                user, sent["options"], sent["server"], preemptible=sent["preemptible"]
+            )
         except GPUSpawnerError as error:
             self.refuse(error)
             return

@@ -60,7 +60,10 @@ OUTLOOK_FRESH_SECONDS = 2.0
 """Seconds for which an outlook is reused for everybody who reads a page."""
 
 TRIED = 50
-"""With at most so many tickets in the queue, a request that is not made yet is planned like one."""
+"""With at most so many tickets in the queue, a request that is not made yet is planned like one.
+
+In a longer queue its position is counted, and nothing else of it is known.
+"""
 
 NEWCOMER = "newcomer"
 """The id of such a request in the scheduler."""
@@ -474,6 +477,8 @@ class PositionService:
         decision, before, place = Decision(), ahead, 0
         if len(self.line.tickets) <= TRIED:
             decision, before, place = self._try(waiting, now)
+        else:
+            place = self._count(waiting, now)
         latest = decision.latest.get(NEWCOMER)
         if is_yielded := self._is_yielded(NEWCOMER, decision):
             latest = now + YIELD_SECONDS
@@ -504,6 +509,18 @@ class PositionService:
         finally:
             scheduler.withdraw(newcomer.id)
         return decision, counts[newcomer.id], 1 + list(counts).index(newcomer.id)
+
+    def _count(self, newcomer: WaitingTicket, now: float) -> int:
+        """Return the position that the newcomer would have in the queue. Needs the lock.
+
+        The scheduler keeps its tickets in order: this takes about as long in a queue of any length.
+        """
+        scheduler = self.line.scheduler
+        scheduler.submit(newcomer)
+        try:
+            return scheduler.place(newcomer.id, now)
+        finally:
+            scheduler.withdraw(newcomer.id)
 
 
 def _is_outdated(known: StoredEstimate | None, estimate: Estimate | None, now: float) -> bool:

@@ -227,6 +227,17 @@ class QueueService:
             # Positive counts only: of what is left, preemptible runs hold some.
             return Counter(decision.left) - Counter(self.line.supply.yielded)
 
+    def has_spare(self, request: Request) -> bool:
+        """Return True if a preemptible run would get its devices now."""
+        with self.line.lock:
+            return bool(self._spare_kinds(request))
+
+    def _spare_kinds(self, request: Request) -> list[str]:
+        """Return the kinds of which a preemptible run would get its devices, most of them first."""
+        spare = self.spare()
+        kinds = [kind for kind in self.line.kinds(request) if spare[kind] >= request.devices]
+        return sorted(kinds, key=lambda kind: spare[kind], reverse=True)
+
     def _make_room(self, starts: list[str], decision: Decision) -> list[str]:
         """Return the starts whose devices are free; for the others, preemptible runs yield."""
         free, missing, ready = Counter(self.line.supply.free), Counter[str](), []
@@ -483,11 +494,10 @@ class QueueService:
     ) -> Lease:
         """Grant a preemptible run what nobody else can use now. Raises NoDeviceFree."""
         with self.line.lock:
-            spare = self.spare()
-            kinds = [k for k in self.line.kinds(request) if spare[k] >= request.devices]
+            kinds = self._spare_kinds(request)
             if not kinds:
                 raise NoDeviceFree()
-            return grant(kept=self._of_other_kinds(max(kinds, key=lambda kind: spare[kind])))
+            return grant(kept=self._of_other_kinds(kinds[0]))
 
     def _would_get_yielded(self, request: Request) -> bool:
         """Return True if it starts in two minutes, because preemptible runs yield enough."""

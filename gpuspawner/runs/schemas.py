@@ -143,6 +143,7 @@ class QuoteBody(Body):
         examples=["0a1b2c"],
         description="Of the session whose options count where none are sent.",
     )
+    preemptible: Flag = False
 
 
 class QuotedAccount(Answer):
@@ -171,6 +172,11 @@ class QuoteAnswer(Answer):
         description="How long the account pays, if that ends the run before its time limit."
     )
     refusal: str = Field(description="Why it would be refused; empty if it would not.")
+    preemptible: bool = Field(description="Whether these are the price and start of such a run.")
+    preemptible_share: Number | None = Field(
+        description="What a preemptible run costs, as a share of the price of another; null on a "
+        "hub without such runs."
+    )
     at_once: bool
     place: Count | None = Field(description="Its position in the queue, if it would wait.")
     estimate: EstimateAnswer | None

@@ -81,7 +81,8 @@ class QuoteAPI(ChangingAPI):
         lease = await own_lease(self, sent.lease) if sent.lease else None
         if hub is None:
             raise web.HTTPError(503)
-        fields = {"options": sent.options, "server": lease.server.name if lease else None}
+        fields = sent.model_dump(include={"options", "preemptible"})
+        fields["server"] = lease.server.name if lease else None
         with refusals():
             found = await hub.quote_run(self.user, fields)
         self.finish(QuoteAnswer.model_validate(found).as_json())

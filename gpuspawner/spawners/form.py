@@ -325,6 +325,7 @@ def price_list(
     environments: Sequence[Environment],
     payers: Payers,
     groups: frozenset[str],
+    discounted: Callable[[int], int] = lambda rate: rate,
 ) -> PriceList:
     """Return what environments cost now, and how long each account pays. Blocks on the store."""
     names = [account.name for account in payers.accounts]
@@ -340,6 +341,7 @@ def price_list(
         running,
         {name: policy_for(name, groups) for name in names},
         services.exhaustion.grace,
+        discounted,
     )
 
 

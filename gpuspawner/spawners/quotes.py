@@ -13,6 +13,7 @@ from ..devices.models import model_matches
 from ..hub_pages.prices import FREE, Offer, PriceList
 from ..leases.models import Request, ServerRef, Terms
 from ..queue.models import Estimate
+from ..queue.positions import Outlook
 from ..services import Services
 from .form import price_list
 
@@ -59,6 +60,8 @@ class RunQuote:
     total: str
     lasts: str
     refusal: str
+    preemptible: bool
+    preemptible_share: float | None
     at_once: bool
     place: int | None
     estimate: Estimate | None
@@ -83,13 +86,14 @@ def quote_of(services: Services, asked: QuoteQuestion) -> RunQuote:
         narrow = environment.model_copy(
             update={"models": tuple(suitable), "min_memory": request.memory_bytes}
         )
-        prices = price_list(services, overview, [narrow], payers, groups)
+        discounted = [services.prices.preemptible] if terms.preemptible else []
+        prices = price_list(services, overview, [narrow], payers, groups, *discounted)
         paying = [("", each) for each in payers.accounts if each.name == account]
         tables = prices.tables([request.devices], paying, [] if hours is None else [("", hours)])
         offer = tables.find(narrow, f"{request.devices}|") or offer
     lasting, lasts = offer.lasts.get("", (None, ""))
-    ask = services.positions.outlooks
-    outlook = ask({"": request}, member=user, groups=groups, seconds=terms.seconds)[""]
+    outlook = _outlook(services, asked)
+    has_share = services.delegation.delegate is None
     return RunQuote(
         options={**terms.options, "shown_at": offered.now.isoformat()},
         environment=environment.slug,
@@ -107,12 +111,24 @@ def quote_of(services: Services, asked: QuoteQuestion) -> RunQuote:
         total=offer.totals.get("", ""),
         lasts=lasts if lasting is not None and (hours is None or lasting < hours) else "",
         refusal=_refusal(services, asked),
+        preemptible=terms.preemptible,
+        preemptible_share=services.prices.settings.preemptible_share if has_share else None,
         at_once=outlook.at_once,
         place=outlook.place or None,
         estimate=outlook.estimate,
         planned=outlook.planned,
         latest=outlook.latest,
     )
+
+
+def _outlook(services: Services, asked: QuoteQuestion) -> Outlook:
+    """Return how the run would fare. A preemptible one waits beside the queue, for an idle GPU."""
+    request, terms = asked.request, asked.terms
+    if terms.preemptible:
+        return Outlook(0, 0, at_once=services.queue.has_spare(request))
+    ask = services.positions.outlooks
+    user = asked.server.user
+    return ask({"": request}, member=user, groups=terms.groups, seconds=terms.seconds)[""]
 
 
 def _refusal(services: Services, asked: QuoteQuestion) -> str:

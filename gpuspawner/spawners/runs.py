@@ -142,7 +142,9 @@ class RunLauncher:
         rate, hold = await self.services.run(self.services.queue.dearest, request, terms)
         return asked.price(terms.seconds, rate, hold)
 
-    async def quote(self, user: User, options: Mapping[str, Any], server: str | None) -> RunQuote:
+    async def quote(
+        self, user: User, options: Mapping[str, Any], server: str | None, *, preemptible: bool
+    ) -> RunQuote:
         """Return what a run with these options would cost, and when it would start.
 
         Other options are those with which the member's ``server`` started, if any. Raises Refused
@@ -154,7 +156,13 @@ class RunLauncher:
             options = {**own, **options}
         now = self.services.clock()
         run = Run(
-            id="quote", user=user.name, title="", work=Work(), options=options, created_at=now
+            id="quote",
+            user=user.name,
+            title="",
+            work=Work(),
+            options=options,
+            preemptible=preemptible,
+            created_at=now,
         )
         spawner = await self._ready_spawner(user, run)
         environment, request = spawner.resolve_options()

@@ -83,6 +83,29 @@ def test_program_submits_once_stops_and_lists(hub: GPUHub, member: str) -> None:
     assert (refused.value.status, refused.value.reason) == (400, "invalid_request")
 
 
+def test_quotes_say_what_runs_would_cost(hub: GPUHub, member: str) -> None:
+    hub.browser_of(member)
+    client = Client(f"{hub.url}/services/gpu/api", hub.user_token(member))
+    options = {"gpus": 2, "hours": 2}
+    found = client.runs.quote(options=options)
+    assert (found.environment, found.gpus, found.hours) == ("base", 2, 2)
+    assert (found.price, found.total) == ("120.00 credits an hour", "240.00 credits")
+    assert found.at_once and found.place is None and not found.preemptible
+    cheap = client.runs.quote(options=options, preemptible=True)
+    assert (cheap.price, cheap.total) == ("60.00 credits an hour", "120.00 credits")
+    assert cheap.at_once and cheap.preemptible and cheap.preemptible_share == 0.5
+    sets = [{"n": 1}, {"n": 2}, {"n": 3}]
+    sweep = client.sweeps.quote(["echo", "{n}"], sets=sets, options=options, at_most=1)
+    assert (sweep.runs, sweep.seconds, sweep.rate_per_hour, sweep.most) == (3, 7200, 120, 720)
+    half = client.sweeps.quote(["echo", "{n}"], sets=sets, options=options, preemptible=True)
+    assert (half.rate_per_hour, half.most) == (60, 360)
+    with pytest.raises(RequestRefused, match="Ask for 2 or fewer"):
+        client.runs.quote(options={"gpus": 3})
+    with pytest.raises(RequestRefused, match="Ask for 2 or fewer"):
+        client.sweeps.quote(["true"], sets=sets, options={"gpus": 3})
+    assert list(client.runs.list()) == []
+
+
 def test_sweep_is_stopped_and_submitted_again(hub: GPUHub, member: str) -> None:
     hub.browser_of(member)
     client = Client(f"{hub.url}/services/gpu/api", hub.user_token(member))

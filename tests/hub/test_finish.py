@@ -75,6 +75,19 @@ def test_quote_says_what_the_start_form_says(hub: NotebookHub, member: str) -> N
     assert hub.leases(member) == [] and hub.call(member, "GET", "runs").json()["runs"] == []
 
 
+def test_quote_of_a_preemptible_run_has_its_lower_price(hub: NotebookHub, member: str) -> None:
+    ordinary = quote(hub, member, options={"hours": 2})
+    assert (ordinary["preemptible"], ordinary["preemptible_share"]) == (False, 0.5)
+    assert (ordinary["price"], ordinary["total"]) == ("4.00 credits an hour", "8.00 credits")
+    told = quote(hub, member, options={"hours": 2}, preemptible=True)
+    assert (told["price"], told["total"]) == ("2.00 credits an hour", "4.00 credits")
+    assert told["preemptible"] and told["at_once"] and not told["refusal"]
+    long = quote(hub, member, options={"hours": 8, "gpus": 2}, preemptible=True)
+    assert (long["price"], long["lasts"]) == ("4.00 credits an hour", "")
+    none = quote(hub, member, options={"gpus": 0}, preemptible=True)
+    assert "Only a run with a GPU can be preemptible" in none["refusal"]
+
+
 def test_quote_of_who_would_wait_has_a_position(hub: NotebookHub, member: str) -> None:
     hub.browser_of(member)
     holders = [
@@ -93,6 +106,8 @@ def test_quote_of_who_would_wait_has_a_position(hub: NotebookHub, member: str) -
 
     told = wait_for(waits, "that one waits before this one")
     assert not told["at_once"] and told["latest"] and told["planned"]
+    beside = quote(hub, member, options={"gpus": 1, "hours": 1}, preemptible=True)
+    assert (beside["at_once"], beside["place"], beside["latest"]) == (False, None, None)
     for run in holders:
         hub.call(member, "DELETE", f"runs/{run}").raise_for_status()
     for run in holders:
@@ -131,6 +146,9 @@ def test_button_in_jupyterlab_finishes_a_notebook_and_stops_the_server(
     dialog.get_by_label("GPUs").select_option("1")
     dialog.get_by_label("Time limit in hours").fill("1")
     expect(dialog).to_contain_text("4.00 credits for 1 h 0 min.")
+    dialog.get_by_label("preemptible, for 50 % of the price").check()
+    expect(dialog).to_contain_text("2.00 credits an hour, 2.00 credits for 1 h 0 min.")
+    dialog.get_by_label("begin again from the top").check()
     dialog.get_by_label("seed").fill("7")
     dialog.get_by_label("and stop this server").check()
     screenshot(page, "finish-hub")
@@ -142,6 +160,7 @@ def test_button_in_jupyterlab_finishes_a_notebook_and_stops_the_server(
     wait_for(lambda: not [x for x in hub.open_leases(member) if x.id == lease.id], "the end")
     run = ended(hub, member, run["id"])
     assert (run["state"], run["exit_status"], run["reason"]) == ("done", 0, "")
+    assert run["preemptible"] and run["requeue"]
     assert run["notebook"] == f"{run['folder']}/input.ipynb" and run["parameters"] == {"seed": 7}
     output = (hub.workspace(member) / run["folder"] / "output.ipynb").read_text()
     assert '"seed 7 1\\n"' in output

@@ -119,3 +119,7 @@ def test_preemptible_run_is_refused_in_words(hub: SlurmHub, member: str) -> None
     answer = hub.call(member, "POST", "runs", json=body)
     assert answer.status_code == 400
     assert "it knows no preemptible runs" in answer.json()["message"]
+    asked = {"options": body["options"], "preemptible": True}
+    quote = hub.call(member, "POST", "runs/-/quote", json=asked).json()
+    assert quote["refusal"] == answer.json()["message"]
+    assert (quote["preemptible_share"], quote["at_once"]) == (None, False)

@@ -49,7 +49,8 @@ class Notebooks:
         """Return what a run would cost, and at first what the notebook lets its reader change."""
         notebook = self._notebook(sent["path"])
         if "options" in sent:
-            return {"quote": ask("POST", "/-/quote", {"options": sent["options"]})}
+            asked = {name: sent[name] for name in ("options", "preemptible")}
+            return {"quote": ask("POST", "/-/quote", asked)}
         if find_spec("papermill") is None:
             raise Refused("this image cannot run notebooks: it lacks papermill. Tell your admin")
         asked = {"lease": os.environ["GPUSPAWNER_LEASE_ID"]}
@@ -65,7 +66,7 @@ class Notebooks:
         notebook, key = self._notebook(sent["path"]), sent["key"]
         body = {
             "title": notebook.stem[:LONGEST_TITLE],
-            "options": sent["options"],
+            **{name: sent[name] for name in ("options", "preemptible", "requeue")},
             "parameters": changed(parameters(notebook), sent["parameters"]),
             "directory": in_workspace(notebook.parent, "the notebook"),
             "key": key,

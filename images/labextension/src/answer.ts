@@ -78,6 +78,9 @@ export interface IQuote {
   total: string;
   lasts: string;
   refusal: string;
+  preemptible: boolean;
+  // What a preemptible run costs, as a share of the price; null where there are none.
+  preemptible_share: number | null;
   at_once: boolean;
   place: number | null;
   estimate: { low: string; likely: string; high: string } | null;

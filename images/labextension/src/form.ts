@@ -6,7 +6,7 @@ import { Widget } from '@lumino/widgets';
 
 import type { IQuote, ISubmitted, Options } from './answer';
 import type { Session } from './session';
-import { NOT_RESPONDING, accountLabel, make, price, start } from './words';
+import { NOT_RESPONDING, accountLabel, make, preemptibleLabel, price, start } from './words';
 
 const EXPLAINED =
   'A copy of the saved notebook runs from the top in a fresh kernel, with GPUs of its own. ' +
@@ -14,6 +14,12 @@ const EXPLAINED =
 
 const READ_ONLY =
   'This notebook is read-only, so your changes cannot be saved. Save a copy, and finish that.';
+
+const PREEMPTIBLE =
+  'It only gets GPUs that nobody else can use. When somebody needs them, it is stopped, and begins ' +
+  'again from the top when GPUs are idle.';
+
+const REQUEUE = 'begin again from the top if the hub interrupts it, at most three times';
 
 const ASKING = 'Asking for price and start…';
 
@@ -42,15 +48,22 @@ export class Form extends Widget {
     this.hours.type = 'number';
     this.hours.step = 'any';
     this.hours.min = '0.25';
-    this.stop.type = 'checkbox';
+    for (const box of [this.stop, this.preemptible, this.requeue]) {
+      box.type = 'checkbox';
+    }
     this.facts.setAttribute('aria-live', 'polite');
     this.problem.setAttribute('role', 'alert');
-    const stop = make('label', 'gpuspawner-check');
-    stop.append(this.stop, 'and stop this server');
-    this.rest.append(this.fields, this.parameters, this.facts, stop);
+    const meaning = make('p', 'gpuspawner-meaning', PREEMPTIBLE);
+    meaning.id = `gpuspawner-${this.key}`;
+    this.preemptible.setAttribute('aria-describedby', meaning.id);
+    this.cheaper.append(check(this.preemptible, this.share), meaning);
+    this.rest.append(this.fields, this.parameters, this.cheaper, check(this.requeue, REQUEUE));
+    this.rest.append(this.facts, check(this.stop, 'and stop this server'));
     this.rest.hidden = true;
     this.node.append(make('p', '', EXPLAINED), this.rest, this.problem);
-    this.fields.addEventListener('input', () => this.askSoon());
+    for (const priced of [this.fields, this.cheaper]) {
+      priced.addEventListener('input', () => this.askSoon());
+    }
     this.tell();
   }
 
@@ -88,6 +101,8 @@ export class Form extends Widget {
       path: this.path,
       key: this.key,
       options: this.options,
+      preemptible: this.isPreemptible,
+      requeue: this.requeue.checked,
       parameters: Object.fromEntries(inputs.map(input => [input.name, input.value]))
     };
     this.busy = 'Submitting…';
@@ -116,7 +131,8 @@ export class Form extends Widget {
     const { asked } = this;
     let [quote, refusal]: [IQuote | null, string] = [null, ''];
     try {
-      const body = { path: this.path, options: this.options };
+      const { path, options, isPreemptible: preemptible } = this;
+      const body = { path, options, preemptible };
       quote = (await this.post<IBegin>('quote', body)).quote;
     } catch (error) {
       refusal = sentence(error);
@@ -128,6 +144,14 @@ export class Form extends Widget {
     this.refusal = refusal;
     this.busy = '';
     this.tell();
+  }
+
+  private get isPreemptible(): boolean {
+    return this.canBePreemptible && this.preemptible.checked;
+  }
+
+  private get canBePreemptible(): boolean {
+    return this.quote !== null && this.quote.preemptible_share !== null && this.gpus.value !== '0';
   }
 
   private get options(): Options {
@@ -175,7 +199,9 @@ export class Form extends Widget {
 
   private tell(): void {
     const { quote } = this;
+    this.cheaper.hidden = !this.canBePreemptible;
     if (quote) {
+      this.share.textContent = preemptibleLabel(quote.preemptible_share ?? 1);
       show(this.model, quote.models.length > 1 && this.gpus.value !== '0');
       show(this.hours, this.gpus.value !== '0');
       show(this.account, quote.accounts.length > 1);
@@ -218,6 +244,10 @@ export class Form extends Widget {
   private hours = document.createElement('input');
   private account = document.createElement('select');
   private stop = document.createElement('input');
+  private preemptible = document.createElement('input');
+  private requeue = document.createElement('input');
+  private share = make('span', '');
+  private cheaper = make('div', '');
   private fields = make('div', 'gpuspawner-fields');
   private parameters = make('fieldset', 'gpuspawner-fields');
   private facts = make('div', 'gpuspawner-facts');
@@ -244,6 +274,12 @@ function sentence(error: unknown): string {
   }
   console.error(error);
   return NOT_RESPONDING;
+}
+
+function check(box: HTMLInputElement, text: string | HTMLElement): HTMLElement {
+  const label = make('label', 'gpuspawner-check');
+  label.append(box, text);
+  return label;
 }
 
 function row(name: string, field: HTMLElement): HTMLElement {

@@ -140,10 +140,21 @@ export function price(quote: IQuote): string {
   return `${what}${quote.price}${total}.${lasts}`;
 }
 
+/** `preemptible, for 50 % of the price` */
+export function preemptibleLabel(share: number): string {
+  if (share === 0) {
+    return 'preemptible, free of charge';
+  }
+  return share < 1 ? `preemptible, for ${Number((100 * share).toFixed(1))} % of the price` : 'preemptible';
+}
+
 /** When a run would start, as the start form says it. */
 export function start(quote: IQuote, now: number): string {
   if (quote.at_once) {
     return 'Starts now.';
+  }
+  if (quote.preemptible) {
+    return 'Starts when GPUs are idle. It has no place in the queue.';
   }
   const place = quote.place ? `It would be number ${quote.place} in the queue.` : 'It would wait in the queue.';
   const { estimate, planned, latest } = quote;

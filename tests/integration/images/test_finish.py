@@ -94,7 +94,8 @@ def ask(url: str, what: str, **body: Any) -> dict[str, Any]:
 
 
 def submit(url: str, key: str, **body: Any) -> dict[str, Any]:
-    return ask(url, "submit", **{"key": key, "options": {"gpus": 2}, "parameters": {}, **body})
+    chosen = {"options": {"gpus": 2}, "preemptible": True, "requeue": False, "parameters": {}}
+    return ask(url, "submit", **{"key": key, **chosen, **body})
 
 
 def copies(work: Path) -> list[Path]:
@@ -116,8 +117,9 @@ def test_first_question_asks_for_this_session_and_finds_parameters(
     }
     sent = {"lease": "0a", "options": {"environment": "base"}}
     assert hub.asked == [("POST", "/hub/api/gpuspawner/runs/-/quote", f"token {TOKEN}", sent)]
-    assert ask(url, "quote", options={"gpus": 2}) == {"quote": QUOTE}
-    assert hub.sent("quote")[1] == {"options": {"gpus": 2}}, "these are all"
+    chosen = {"options": {"gpus": 2}, "preemptible": True}
+    assert ask(url, "quote", **chosen) == {"quote": QUOTE}
+    assert hub.sent("quote")[1] == chosen, "these are all"
 
 
 def test_accepted_notebook_is_copied_and_only_changes_are_sent(
@@ -133,6 +135,8 @@ def test_accepted_notebook_is_copied_and_only_changes_are_sent(
     assert body == {
         "title": "night",
         "options": {"gpus": 2},
+        "preemptible": True,
+        "requeue": False,
         "parameters": {"seed": 7, "name": "a 'b'", "is_quick": False},
         "directory": "birds",
         "key": "accepted",

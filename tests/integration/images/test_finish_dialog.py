@@ -44,6 +44,8 @@ QUOTE: dict[str, Any] = {
     "total": "2.00 to 8.00 credits",
     "lasts": "",
     "refusal": "",
+    "preemptible": False,
+    "preemptible_share": 0.5,
     "at_once": True,
     "place": None,
     "estimate": None,
@@ -232,11 +234,59 @@ def test_notebook_becomes_a_run_with_what_was_chosen(
         "seed = 2\nname = 'birds'",
         ["seed = 2\n", "name = 'birds'"],
     )
+    assert (second["preemptible"], second["requeue"]) == (False, False)
     assert hub.sent("end") == [], "nobody asked for that"
 
     told.get_by_role("link", name="runs/night").click()
     expect(page.locator(".jp-FileBrowser-crumbs")).to_contain_text("night")
     assert errors == [], errors
+
+
+def test_preemptible_run_is_priced_and_explained(page: Page, hub: StandInHub) -> None:
+    dialog = press(page)
+    preemptible = dialog.get_by_label("preemptible, for 50 % of the price")
+    expect(preemptible).not_to_be_checked()
+    expect(preemptible).to_have_accessible_description(
+        "It only gets GPUs that nobody else can use. When somebody needs them, it is stopped, and "
+        "begins again from the top when GPUs are idle."
+    )
+    cheap = {**QUOTE, "preemptible": True, "price": "0.50 to 2.00 credits an hour"}
+    hub.answers["quote"] = (200, {**cheap, "total": "", "at_once": False})
+    preemptible.check()
+    expect(dialog).to_contain_text("1 GPU: 0.50 to 2.00 credits an hour.")
+    expect(dialog).to_contain_text("Starts when GPUs are idle. It has no place in the queue.")
+    keep(page, "preemptible")
+    dialog.get_by_label("begin again from the top if the hub interrupts it").check()
+    submit(dialog)
+    expect(page.locator(".jp-Dialog-content", has_text="The run is submitted")).to_be_visible()
+    assert [x.get("preemptible") for x in hub.sent("quote")] == [None, True]
+    [sent] = hub.sent("runs")
+    assert (sent["preemptible"], sent["requeue"]) == (True, True)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.125, 1.0, None])
+def test_share_of_the_price_is_in_words(page: Page, hub: StandInHub, share: float | None) -> None:
+    hub.answers["quote"] = (200, {**QUOTE, "preemptible_share": share})
+    dialog = press(page)
+    expect(dialog.get_by_label("Time limit in hours")).to_have_value("2")
+    if share is None:
+        expect(dialog.get_by_label("preemptible")).to_be_hidden()
+        return
+    told = {0.0: ", free of charge", 0.125: ", for 12.5 % of the price", 1.0: ""}[share]
+    expect(dialog.locator(".gpuspawner-check").first).to_have_text(f"preemptible{told}")
+
+
+def test_run_without_a_gpu_is_never_preemptible(page: Page, hub: StandInHub) -> None:
+    dialog = press(page)
+    preemptible = dialog.get_by_label("preemptible")
+    preemptible.check()
+    wait_for(lambda: hub.sent("quote")[-1].get("preemptible"), "the question for its price")
+    dialog.get_by_label("GPUs").select_option("0")
+    expect(preemptible).to_be_hidden()
+    submit(dialog)
+    expect(page.locator(".jp-Dialog-content", has_text="The run is submitted")).to_be_visible()
+    assert hub.sent("quote")[-1]["preemptible"] is False
+    assert hub.sent("runs")[0]["preemptible"] is False
 
 
 def test_server_stops_only_after_the_run_is_accepted(page: Page, hub: StandInHub) -> None:

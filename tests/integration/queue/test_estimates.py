@@ -16,7 +16,7 @@ from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
 from gpuspawner.hub_pages.cards import said, sentence, usual_request
 from gpuspawner.leases.models import Request, ServerRef, Terms
 from gpuspawner.queue.models import Ticket
-from gpuspawner.queue.positions import Outlook
+from gpuspawner.queue.positions import TRIED, Outlook
 from gpuspawner.queue.schemas import TicketAnswer
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make, running
@@ -287,6 +287,22 @@ def test_all_places_state_the_expected_start_of_the_ticket_that_follows(
     assert listed == standing, "the queue's page, also by REST and in a shell"
     answer = TicketAnswer.of(ticket=got, standing=standing)
     assert (answer.planned, answer.latest) == (found.planned, found.latest)
+
+
+def test_position_is_also_known_before_a_long_queue_is_joined(make: Make, clock: Clock) -> None:
+    groups = {"first": frozenset({"urgent"}), "last": frozenset[str]()}
+    services = make(device_source="simulated:1xT4", group_priority={"urgent": "admin"})
+    start(services, "ada", None)
+    for number in range(TRIED + 5):
+        line_up(services, f"m{number}")
+    for user, place in (("first", 1), ("last", TRIED + 6)):
+        clock.forward(seconds=3)
+        ask_for = services.positions.outlooks
+        found = ask_for({"": ONE}, user, groups[user], seconds=3600)[""]
+        assert (found.place, found.at_once) == (place, False)
+    assert len(services.positions.standings()) == TRIED + 5, "nobody joined it"
+    ticket = line_up(services, "last")
+    assert services.positions.standings()[ticket.id].place == TRIED + 6
 
 
 def test_outlook_is_cached_briefly_and_follows_a_pause(make: Make, clock: Clock) -> None:

@@ -139,6 +139,15 @@ def test_request_for_several_gathers_what_is_yielded(make: Make) -> None:
     assert yielding(services) == [], "the oldest keeps its own"
 
 
+def test_spare_devices_are_those_that_a_run_gets(make: Make) -> None:
+    services = make()
+    acquire(services, "owner", DEVICES - 2)
+    assert services.queue.has_spare(Request(devices=2))
+    assert not services.queue.has_spare(Request(devices=3))
+    fill(services, submitted(services), devices=2)
+    assert not services.queue.has_spare(Request(devices=1)), "no preemptible run yields to another"
+
+
 def test_wait_tells_when_it_ends(make: Make) -> None:
     services = make()
     acquire(services, "owner", DEVICES - 1)

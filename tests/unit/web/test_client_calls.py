@@ -12,7 +12,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from gpuspawner.client import CALLS, SUBMIT_RUN, SUBMIT_SWEEP, Call, RunCalls, SweepCalls
+from gpuspawner.client import (
+    CALLS,
+    QUOTE_RUN,
+    SUBMIT_RUN,
+    SUBMIT_SWEEP,
+    Call,
+    RunCalls,
+    SweepCalls,
+)
 from gpuspawner.web.app import ROUTES
 from gpuspawner.web.openapi import document
 
@@ -79,9 +87,14 @@ def test_client_reads_every_field_of_an_answer(call: Call[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "method"), [(SUBMIT_RUN, RunCalls.submit), (SUBMIT_SWEEP, SweepCalls.submit)]
+    ("call", "method"),
+    [
+        (SUBMIT_RUN, RunCalls.submit),
+        (SUBMIT_SWEEP, SweepCalls.submit),
+        (QUOTE_RUN, RunCalls.quote),
+    ],
 )
-def test_submission_takes_every_field_of_its_body(call: Call[Any], method: Any) -> None:
+def test_call_takes_every_field_of_its_body(call: Call[Any], method: Any) -> None:
     content = operation(call)["requestBody"]["content"]["application/json"]
     taken = inspect.signature(method).parameters.keys() - {"self"}
     assert taken == resolved(content["schema"])["properties"].keys()

@@ -233,6 +233,15 @@ polyline.gpuspawner-memory {
   margin-bottom: 8px;
 }
 
+.gpuspawner-check input {
+  flex: none;
+}
+
+.gpuspawner-form .gpuspawner-meaning {
+  margin: -4px 0 8px 24px;
+  color: var(--jp-ui-font-color1);
+}
+
 .gpuspawner-finish .jp-Dialog-content {
   max-height: 94vh;
 }
