@@ -34,6 +34,7 @@ __all__ = [
     *("Client", "RunCalls", "SessionCalls", "AccountCalls", "RequestRefused", "MemberDetails"),
     *("CatalogCalls", "EnvironmentDetails", "SweepCalls", "SweepDetails"),
     *("QuoteDetails", "QuotedPayer", "ExpectedStart", "SweepQuoteDetails"),
+    *("ScheduleCalls", "ScheduleDetails", "ScheduledTime"),
     *("RunDetails", "Session", "SessionDevice", "SessionEnd", "Balance", "StatementLine"),
 ]
 
@@ -74,6 +75,7 @@ class RunDetails:
     parameters: dict[str, Any]
     directory: str
     folder: str
+    options: dict[str, Any]
     requeue: bool
     restarts: int
     preemptible: bool
@@ -167,6 +169,44 @@ class SweepDetails:
     states: dict[str, int]
     charged: Decimal
     runs: tuple[RunDetails, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledTime:
+    """A time of a schedule: the run that it became, or the reason why there is none."""
+
+    due_at: datetime
+    run: str | None
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleDetails:
+    """A schedule of runs, with its newest times, the newest first."""
+
+    id: str
+    user: str
+    title: str
+    cron: str
+    zone: str
+    paused: bool
+    next_at: datetime | None
+    refusal: str
+    """Why its newest time became no run; empty if it did."""
+    command: tuple[str, ...]
+    notebook: str
+    parameters: dict[str, Any]
+    directory: str
+    options: dict[str, Any]
+    requeue: bool
+    preemptible: bool
+    created_at: datetime
+    times: tuple[ScheduledTime, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Schedules:
+    schedules: tuple[ScheduleDetails, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,6 +378,12 @@ SUBMIT_SWEEP = Call("submitSweep", "POST", "sweeps", SweepDetails)
 SWEEP = Call("sweep", "GET", "sweeps/{sweep}", SweepDetails)
 STOP_SWEEP = Call("stopSweep", "DELETE", "sweeps/{sweep}", SweepDetails)
 AGAIN_SWEEP = Call("againSweep", "POST", "sweeps/{sweep}/again", SweepDetails)
+SCHEDULES = Call("schedules", "GET", "runs/-/schedules", _Schedules, ("all",))
+CREATE_SCHEDULE = Call("createSchedule", "POST", "runs/-/schedules", ScheduleDetails)
+SCHEDULE = Call("schedule", "GET", "runs/-/schedules/{schedule}", ScheduleDetails)
+CHANGE_SCHEDULE = Call("changeSchedule", "PATCH", "runs/-/schedules/{schedule}", ScheduleDetails)
+DELETE_SCHEDULE = Call("deleteSchedule", "DELETE", "runs/-/schedules/{schedule}", ScheduleDetails)
+RUN_SCHEDULE = Call("runSchedule", "POST", "runs/-/schedules/{schedule}/run", RunDetails)
 SESSIONS = Call("leases", "GET", "leases", _SessionPage, ("all", "before", "limit"))
 EXTEND = Call("extend", "POST", "leases/{lease}/extend", Session)
 END = Call("end", "POST", "leases/{lease}/end", Session)
@@ -350,6 +396,7 @@ ENVIRONMENTS = Call("environments", "GET", "environments", _Environments)
 CALLS: tuple[Call[Any], ...] = (
     *(QUOTE_RUN, QUOTE_SWEEP),
     *(ENVIRONMENTS, SUBMIT_SWEEP, SWEEP, STOP_SWEEP, AGAIN_SWEEP),
+    *(SCHEDULES, CREATE_SCHEDULE, SCHEDULE, CHANGE_SCHEDULE, DELETE_SCHEDULE, RUN_SCHEDULE),
     *(ME, RUNS, SUBMIT_RUN, RUN, STOP_RUN, SESSIONS, EXTEND, END),
     *(ACCOUNTS, ACCOUNT, STATEMENT),
 )
@@ -392,7 +439,7 @@ class Client:
             raise_on_status=False,
         )
         self._session.mount(self.address, HTTPAdapter(max_retries=again))
-        with_key = again.new(allowed_methods=_READING | {"POST"})
+        with_key = again.new(allowed_methods=_READING | {"POST", "PATCH"})
         for path in ("runs", "sweeps"):
             self._session.mount(f"{self.address}/{path}", HTTPAdapter(max_retries=with_key))
         if key := os.environ.get("JUPYTERHUB_SSL_KEYFILE"):  # the hub uses certificates of its own
@@ -400,6 +447,7 @@ class Client:
             self._session.verify = os.environ["JUPYTERHUB_SSL_CLIENT_CA"]
         self.runs = RunCalls(self)
         self.sweeps = SweepCalls(self)
+        self.schedules = ScheduleCalls(self)
         self.sessions = SessionCalls(self)
         self.accounts = AccountCalls(self)
         self.catalog = CatalogCalls(self)
@@ -658,6 +706,110 @@ class SweepCalls:
     def again(self, sweep: str, *, key: str = "") -> SweepDetails:
         """Submit the failed runs of a sweep again, as a new one. Raises RequestRefused."""
         return self._client.ask(AGAIN_SWEEP, sweep, body={"key": key or uuid.uuid4().hex})
+
+
+class ScheduleCalls:
+    """The member's schedules of runs: ``client.schedules``."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def create(
+        self,
+        cron: str,
+        command: Sequence[str] = (),
+        *,
+        zone: str = "UTC",
+        notebook: str = "",
+        parameters: Mapping[str, object] | None = None,
+        directory: str = "",
+        title: str = "",
+        options: Mapping[str, object] | None = None,
+        requeue: bool = False,
+        preemptible: bool = False,
+        paused: bool = False,
+        key: str = "",
+    ) -> ScheduleDetails:
+        """Create a schedule. Each of its times becomes a run, with or without a session.
+
+        Args:
+            cron: Minute, hour, day of the month, month and day of the week: ``30 7 * * 1-5``.
+            command: As of :meth:`RunCalls.submit`, like all that is not named here.
+            zone: The time zone of the times, such as ``Europe/Vienna``.
+            notebook: See ``command``. What it is at each time is what runs.
+            parameters: See ``command``.
+            directory: See ``command``.
+            title: See ``command``.
+            options: See ``command``.
+            requeue: See ``command``.
+            preemptible: See ``command``.
+            paused: Whether its times pass without a run, until it is resumed.
+            key: An idempotency key. By default, a new one for each call.
+
+        Returns:
+            The schedule, or the earlier one with the same key.
+
+        Raises:
+            RequestRefused: Its runs could not be started as asked, or the hub does not respond.
+        """
+        body = {
+            "cron": cron,
+            "zone": zone,
+            "command": list(command),
+            "notebook": notebook,
+            "parameters": dict(parameters or {}),
+            "directory": directory,
+            "title": title,
+            "options": dict(options or {}),
+            "requeue": requeue,
+            "preemptible": preemptible,
+            "paused": paused,
+            "key": key or uuid.uuid4().hex,
+        }
+        return self._client.ask(CREATE_SCHEDULE, body=body)
+
+    def get(self, schedule: str) -> ScheduleDetails:
+        """Return the schedule with this id. Raises RequestRefused."""
+        return self._client.ask(SCHEDULE, schedule)
+
+    def list(self, *, everybody: bool = False) -> Sequence[ScheduleDetails]:
+        """Return schedules, newest first; those of all members for admins. Raises RequestRefused.
+
+        Args:
+            everybody: Those of all members, for admins.
+        """
+        return self._client.ask(SCHEDULES, query={"all": int(everybody)}).schedules
+
+    def change(self, schedule: str, **fields: object) -> ScheduleDetails:
+        """Change a schedule. Raises RequestRefused.
+
+        Args:
+            schedule: Its id.
+            fields: What is to be otherwise: ``title``, ``cron``, ``zone``, ``parameters``,
+                ``options`` or ``paused``.
+        """
+        return self._client.ask(CHANGE_SCHEDULE, schedule, body=fields)
+
+    def pause(self, schedule: str) -> ScheduleDetails:
+        """Let its times pass without a run. Raises RequestRefused."""
+        return self.change(schedule, paused=True)
+
+    def resume(self, schedule: str) -> ScheduleDetails:
+        """Let its times become runs again, from now on. Raises RequestRefused."""
+        return self.change(schedule, paused=False)
+
+    def run_now(self, schedule: str, *, key: str = "") -> RunDetails:
+        """Submit a run of it at once. Raises RequestRefused.
+
+        Args:
+            schedule: Its id.
+            key: An idempotency key. By default, a new one for each call.
+        """
+        return self._client.ask(RUN_SCHEDULE, schedule, body={"key": key or uuid.uuid4().hex})
+
+    def delete(self, schedule: str) -> ScheduleDetails:
+        """Delete a schedule, and return it as it was; its runs stay. Raises RequestRefused."""
+        return self._client.ask(DELETE_SCHEDULE, schedule)
 
 
 class SessionCalls:

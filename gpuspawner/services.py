@@ -44,6 +44,7 @@ from .queue.extensions import ExtensionService
 from .queue.positions import PositionService
 from .queue.service import QueueService
 from .queue.state import QueueState
+from .runs.schedule_service import ScheduleService
 from .runs.service import RunService
 from .settings import ServiceSettings
 from .slurm.job_billing import ClusterAuditService, JobBillingService
@@ -173,6 +174,7 @@ class Services(LoggingConfigurable):
 
         self.drains = DrainService(store, now, devices=self.devices, positions=self.positions)
         self.runs = RunService(store, now, queue=self.queue, log=self.log)
+        self.schedules = ScheduleService(store, now, self.log)
 
     def _make_members(self) -> None:
         store, now, settings = self.store, self.time, self.settings

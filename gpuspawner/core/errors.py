@@ -144,6 +144,19 @@ class UnknownSweep(Refused):
     status_code = 404
 
 
+class UnknownSchedule(Refused):
+    """There is no schedule {schedule!r}."""
+
+    reason = "unknown_schedule"
+    status_code = 404
+
+
+class TooManySchedules(Refused):
+    """You already have {count} schedules; the maximum is {most}. Delete one first."""
+
+    reason = "limit"
+
+
 class NothingFailed(Refused):
     """No run of this sweep has failed: there is nothing to submit again."""
 

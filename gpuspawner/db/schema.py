@@ -290,6 +290,51 @@ _partial("open_runs", OPEN_RUN, runs.c.created_at)
 Index("runs_by_user", runs.c.user, runs.c.created_at)
 _partial("runs_by_sweep", runs.c.sweep.is_not(None), runs.c.sweep)
 
+schedules = Table(
+    "schedules",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("user", Text, nullable=False),
+    Column("key", Text, nullable=False),
+    Column("title", Text, nullable=False),
+    Column("cron", Text, nullable=False),
+    Column("zone", Text, nullable=False),
+    Column("work", Text, nullable=False),
+    Column("options", Text, nullable=False),
+    Column("requeue", Boolean, nullable=False),
+    Column("preemptible", Boolean, nullable=False),
+    Column("created_at", UTCDateTime, nullable=False),
+    Column("paused", Boolean, nullable=False),
+    Column("next_at", UTCDateTime, nullable=False),
+    Column("refusal", Text, nullable=False),
+)
+_partial(
+    "one_schedule_a_key",
+    literal_column("key != ''"),
+    schedules.c.user,
+    schedules.c.key,
+    unique=True,
+)
+Index("schedules_by_user", schedules.c.user, schedules.c.created_at)
+Index("schedules_by_time", schedules.c.next_at)
+
+schedule_times = Table(
+    "schedule_times",
+    metadata,
+    # One row a time: whoever wrote it has the time submitted, once.
+    Column("schedule_id", Text, ForeignKey("schedules.id"), primary_key=True),
+    Column("due_at", UTCDateTime, primary_key=True),
+    # Null until it is submitted; then a reason is empty.
+    Column("run_id", Text),
+    Column("reason", Text, nullable=False),
+)
+DUE_TIME = schedule_times.c.run_id.is_(None) & (schedule_times.c.reason == literal_column("''"))
+_partial(
+    "due_schedule_times",
+    literal_column("run_id IS NULL AND reason = ''"),
+    schedule_times.c.due_at,
+)
+
 transfers = Table(
     "transfers",
     metadata,

@@ -413,13 +413,14 @@ class Logo(HubPageHandler):
 PATHS = {
     "GET": re.compile(
         "environments|leases/[0-9a-f]{1,64}/now|runs(/[0-9a-z-]{1,64}(/log|/files)?)?"
-        "|sweeps/[0-9a-z-]{1,60}"
+        "|runs/-/schedules(/[0-9a-z-]{1,64})?|sweeps/[0-9a-z-]{1,60}"
     ),
     "POST": re.compile(
         "leases/[0-9a-f]{1,64}/(snooze|extend|end)|(runs|sweeps)(/-/quote)?"
-        "|sweeps/[0-9a-z-]{1,60}/again"
+        "|runs/-/schedules(/[0-9a-z-]{1,64}/run)?|sweeps/[0-9a-z-]{1,60}/again"
     ),
-    "DELETE": re.compile("(runs|sweeps)/[0-9a-z-]{1,64}"),
+    "PATCH": re.compile("runs/-/schedules/[0-9a-z-]{1,64}"),
+    "DELETE": re.compile("(runs|sweeps|runs/-/schedules)/[0-9a-z-]{1,64}"),
 }
 """Paths of the service that the relay forwards, by method."""
 
@@ -428,7 +429,7 @@ JSON = "application/json"
 FOLLOW_PAUSE, FOLLOW_SECONDS = 2.0, 3600.0
 """Seconds between two questions for a log that is followed, and until that ends."""
 
-TIMEOUTS = {"GET": 8.0, "POST": 20.0, "DELETE": 20.0}
+TIMEOUTS = {"GET": 8.0, "POST": 20.0, "PATCH": 20.0, "DELETE": 20.0}
 """Timeouts in seconds. A stop is answered after the Hub's ``slow_stop_timeout`` of 10."""
 
 
@@ -467,7 +468,7 @@ class ServiceRelay(DropsBody, APIHandler):
         self._body = self._body + chunk if self._received_bytes <= BODY_BYTES else b""
 
     async def get(self, path: str) -> None:
-        """Forward a server's query (GET) or action (POST, DELETE)."""
+        """Forward a server's query (GET) or action (POST, PATCH, DELETE)."""
         method = str(self.request.method)
         if not PATHS[method].fullmatch(path):
             raise web.HTTPError(404)
@@ -485,7 +486,7 @@ class ServiceRelay(DropsBody, APIHandler):
         self._begin(answer)
         self.finish(answer.body)
 
-    post = delete = get
+    post = patch = delete = get
 
     def _refuse(self, error: GPUSpawnerError) -> None:
         """Answer with an error in the words of the service."""
@@ -521,7 +522,7 @@ class ServiceRelay(DropsBody, APIHandler):
             f"{self._service()}api/{path}",
             method=method,
             headers={"Authorization": f"token {self.get_auth_token()}"},
-            body=body if method == "POST" else None,
+            body=body if method in ("POST", "PATCH") else None,
             request_timeout=TIMEOUTS[method],
             connect_timeout=5.0,
             follow_redirects=False,

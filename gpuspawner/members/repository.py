@@ -38,6 +38,7 @@ from ..db.schema import (
     refills,
     roster,
     runs,
+    schedules,
     tickets,
     transfers,
     workspaces,
@@ -198,6 +199,7 @@ NAMES = (
     tickets.c.user,
     notices.c.user,
     runs.c.user,
+    schedules.c.user,
     folders.c.owner,
     folder_members.c.invited_by,
     workspaces.c.user,
@@ -257,6 +259,8 @@ AS_WRITTEN = {
     "leases.end_reason": "words that were shown",
     "tickets.end_reason": "words that were shown",
     "tickets.options": "what the member sent with the request",
+    "schedules.refusal": "words that were shown",
+    "schedule_times.reason": "words that were shown",
     "notices.key": "tells two notices apart",
     "notices.title": "words that were shown",
     "notices.body": "words that were shown",
@@ -355,7 +359,8 @@ def give(connection: sa.Connection, old: str, new: str, sources: Mapping[str, st
     """
     _give_account(connection, member_account(old), member_account(new))
     # Both names may have used the same key; it matters in the minute of its submission.
-    connection.execute(sa.update(runs).where(runs.c.user == old).values(key=""))
+    for table in (runs, schedules):
+        connection.execute(sa.update(table).where(table.c.user == old).values(key=""))
     # The hub's queue reads a waiting run's ticket again if its version is another.
     waiting = OPEN_TICKET & (tickets.c.user == old)
     again = sa.update(tickets).where(waiting).values(version=tickets.c.version + 1)

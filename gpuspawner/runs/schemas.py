@@ -229,6 +229,7 @@ class RunAnswer(Answer):
     parameters: dict[str, Any] = told("run.work.parameters")
     directory: str = told("run.work.directory")
     folder: str = told("run.work.folder")
+    options: dict[str, Any] = told("run.options", description="What it was submitted with.")
     requeue: bool = told("run.requeue")
     restarts: Count = told("run.restarts")
     preemptible: bool = told("run.preemptible")

@@ -23,6 +23,7 @@ from ..web.pages import FormPage
 from .file_views import own_run, record_of
 from .models import FollowedRun, RunRecord, RunState
 from .rules import slug_of
+from .schedules import explain
 from .schemas import LONGEST_TITLE, QuoteAnswer, QuoteBody, RunAnswer, RunBody, RunsAnswer
 from .sweep_views import own_sweep
 from .sweeps import Sweep
@@ -173,8 +174,13 @@ class RunsPage(FormPage):
             found = await self.read(newest)
             rows = await self.read(run_figures, self.services, found)
             rows = await self.read(_with_sweeps, self.services, rows)
+        has_schedules = before is None and not of_sweep
+        schedules = await self.read(self.services.schedules.of_user, user) if has_schedules else []
         self.show(
             "runs.html",
+            schedules=schedules,
+            explain=explain,
+            schedule_change=self.get_query_argument("schedule", ""),
             runs=await self._with_progress(rows),
             of_sweep=of_sweep,
             everybody=everybody,

@@ -51,6 +51,7 @@ from .duties import (
 from .hub_client import HubClient
 from .image_prefetch import ImagePrefetcher
 from .notifier import GPUNotifications, Notifier
+from .schedule_duty import ScheduleDuty
 from .worker import Round, Supervisor, Tick, Watchdog
 
 PID = "GPUSPAWNER_HUB_PID"
@@ -208,6 +209,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             (2.0, "Sessions", sessions.round),
             (1.0, "Runs", runs.round),
             (FORMER_MEMBERS_SECONDS, "Runs of former members", runs.end_gone),
+            (2.0, "Schedules", ScheduleDuty(tick, sessions.poke).round),
             (15.0, "Files of runs", files.round),
             (2.0, "Credits", credits.round),
             (5.0, "Refills", RefillDuty(tick).round),

@@ -174,6 +174,7 @@ IN_PATH = {
     "rate": ({"type": "integer", "minimum": 1, "maximum": 10**18 - 1}, "Its number."),
     "refill": (_text("^[0-9a-f]{1,32}$"), "Its id."),
     "run": (_text("^[0-9a-z-]{1,64}$"), "The run's id."),
+    "schedule": (_text("^[0-9a-z-]{1,64}$"), "The schedule's id."),
     "sweep": (_text("^[0-9a-z-]{1,60}$"), "The sweep's id."),
     "ticket": (_text("^[0-9A-Za-z-]{1,64}$"), "Its id."),
     "transfer": (_text("^[0-9a-f]{32}$"), "Its id."),

@@ -31,7 +31,7 @@ from ..monitoring import cluster_views, metrics
 from ..monitoring import views as monitoring_views
 from ..notifications import views as notifications_views
 from ..queue import views as queue_views
-from ..runs import file_views, run_page, sweep_views
+from ..runs import file_views, run_page, schedule_views, sweep_views
 from ..runs import views as runs_views
 from ..storage import views as storage_views
 from . import api, openapi, pages
@@ -220,6 +220,7 @@ ROUTES: tuple[tuple[str, type[web.RequestHandler]], ...] = (
     *run_page.HANDLERS,
     *file_views.HANDLERS,
     *sweep_views.HANDLERS,
+    *schedule_views.HANDLERS,
     *devices_views.HANDLERS,
     *leases_views.LEASE_HANDLERS,
     *ledger_views.STATEMENT_HANDLERS,

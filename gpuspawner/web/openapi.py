@@ -90,7 +90,7 @@ def declarations(
 ) -> Iterator[tuple[str, Operation, str]]:
     """Yield the method, the operation and its description for each declared operation."""
     for handler in dict.fromkeys(handlers):
-        for name in ("get", "post", "put", "delete"):
+        for name in ("get", "post", "put", "patch", "delete"):
             method = getattr(handler, name)
             for found in getattr(method, "operations", ()):
                 words = inspect.cleandoc(method.__doc__ or handler.__doc__ or "")

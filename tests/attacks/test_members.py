@@ -48,7 +48,7 @@ OWN = {
     *("POST notices", "PUT api/notices/choices"),
     *("POST payer", "POST folders", "POST api/folders"),
     *("POST api/runs", "POST api/runs/-/quote"),
-    *("POST api/sweeps", "POST api/sweeps/-/quote"),
+    *("POST api/sweeps", "POST api/sweeps/-/quote", "POST api/runs/-/schedules"),
 }
 """What every member may do, with what is theirs."""
 

@@ -21,8 +21,10 @@ from tornado.web import RequestHandler
 from gpuspawner.config import PAGES
 from gpuspawner.core.units import MICRO
 from gpuspawner.ledger.models import member_account
+from gpuspawner.runs import schedule_repository
 from gpuspawner.runs.models import Run, Work
 from gpuspawner.runs.rules import slug_of
+from gpuspawner.runs.schedules import Schedule
 from gpuspawner.runs.sweeps import SweepRequest
 from gpuspawner.web.app import ROUTES
 from tests.support.catalog_files import CATALOG, FILES
@@ -123,6 +125,23 @@ def furnish(hub: FurnishedHub) -> dict[str, str]:
     for number in range(1, 60):
         services.runs.refuse(f"train-0a1b-{number:03}", "Its program ended with exit status 1.")
     services.runs.stop("train-0a1b-060", actor="ada")
+    for schedule, cron in (("nightly", "30 2 * * 1-5"), ("weekly", "0 7 * * 1")):
+        first = Schedule(
+            id=schedule,
+            user="ada",
+            title=f"{schedule} training with a long name",
+            cron=cron,
+            zone="Europe/Vienna",
+            work=Work(notebook=f"runs/schedules/2026-11-01-120000-{schedule}/input.ipynb"),
+            paused=schedule == "weekly",
+            created_at=services.clock(),
+            next_at=services.clock(),
+        )
+        services.schedules.create(first)
+    with services.store.write() as connection:
+        schedule_repository.add_time(connection, "nightly", services.clock())
+        (due,) = schedule_repository.due_runs(connection)
+    services.schedules.note_refused(due, "The account member:ada has no credits.")
     made = hub.call("ada", "POST", "folders", json={"name": "seminar-data"})
     assert made.ok, made.text
     transfer = services.reports.statement_page("member:ada").entries[0].transfer
@@ -188,6 +207,8 @@ SERVICE: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "runs/([0-9a-z-]{1,64})/stop": ((MEMBER, "runs/{run}/stop"),),
     "sweeps/([0-9a-z-]{1,60})/stop": ((MEMBER, "sweeps/train-0a1b/stop"),),
+    "schedules/([0-9a-z-]{1,64})/(pause|resume)": ((MEMBER, "schedules/nightly/pause"),),
+    "schedules/([0-9a-z-]{1,64})/delete": ((MEMBER, "schedules/nightly/delete"),),
     "payer": ((MEMBER, "payer"),),
     "statement": ((MEMBER, "statement"),),
     "accounts": ((ADMIN, "accounts"),),

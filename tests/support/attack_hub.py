@@ -185,6 +185,7 @@ class AttackHub(GPUHub):
         self.ticket = waiting["id"]
         self.run = self.ended_run(VICTIM, title=HOSTILE)
         self.sweep = self.ended_sweep(VICTIM, title=HOSTILE)
+        self.schedule = self.new_schedule(VICTIM, title=HOSTILE)
 
     # Calling the service.
 
@@ -220,6 +221,7 @@ class AttackHub(GPUHub):
             "rates": "1",
             "refills": "1",
             "runs": self.run,
+            "schedules": self.schedule,
             "sweeps": self.sweep,
             "tickets": self.ticket,
             "transfers": self.transfer,
@@ -254,6 +256,14 @@ class AttackHub(GPUHub):
         path = f"api/sweeps/{made.json()['id']}"
         ended = {"failed": 1}
         wait_for(lambda: self.service("GET", path, user).json()["states"] == ended, "its end")
+        return str(made.json()["id"])
+
+    def new_schedule(self, user: str, title: str) -> str:
+        """The id of a schedule of this member's, whose times do not come while tests run."""
+        sent = {"command": ["true"], "title": title, "cron": "0 0 29 2 *", "paused": True}
+        options = {"environment": "small", "gpus": 0}
+        made = self.service("POST", "api/runs/-/schedules", user, json={**sent, "options": options})
+        assert made.ok, made.text
         return str(made.json()["id"])
 
     def put_on_roster(self, name: str) -> None:

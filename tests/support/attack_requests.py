@@ -58,7 +58,7 @@ class Call:
 
     @property
     def method(self) -> str:
-        """``GET``, ``POST``, ``PUT`` or ``DELETE``."""
+        """``GET``, ``POST``, ``PUT``, ``PATCH`` or ``DELETE``."""
         return self.door.method
 
     @property
@@ -88,7 +88,12 @@ FORM_REFILL = {**REFILL, "rule": f"FREQ=YEARLY;BYMONTH={_FAR.month};BYMONTHDAY={
 RESTORED = {"archive": "{archive}", "workspace": "{workspace}"}
 SMALL = {"environment": "small", "gpus": 0}
 SWEEP = {"command": ["true"], "sets": [{}], "options": SMALL}
+SCHEDULE = {"command": ["true"], "cron": "0 0 29 2 *", "options": SMALL, "paused": True}
+"""None of its runs is submitted while the tests run."""
 FOLDER = {"confirm": "yes", "member": FRIEND}
+
+NAMED = ("lease", "ticket", "folder", "run", "sweep", "schedule")
+"""What of Olga's an answer must not name to others."""
 
 RIGHT = {
     "POST notices": Right(OWNER, {}),
@@ -121,6 +126,13 @@ RIGHT = {
     "POST api/sweeps/{sweep}/again": Right(OWNER, {}),
     "DELETE api/sweeps/{sweep}": Right(OWNER),
     "POST sweeps/{sweep}/stop": Right(OWNER, YES),
+    "POST api/runs/-/schedules": Right(OWNER, {**SCHEDULE, "key": "{new}"}),
+    "PATCH api/runs/-/schedules/{schedule}": Right(OWNER, {"title": "{new}"}),
+    "DELETE api/runs/-/schedules/{schedule}": Right(OWNER),
+    "POST api/runs/-/schedules/{schedule}/run": Right(OWNER, {"key": "{new}"}),
+    "POST schedules/{schedule}/pause": Right(OWNER, {}),
+    "POST schedules/{schedule}/resume": Right(OWNER, {}),
+    "POST schedules/{schedule}/delete": Right(OWNER, YES),
     "POST members": Right(ADMIN, {**YES, "lines": "name\n{new}"}),
     "POST members/{entry}/end": Right(ADMIN, YES),
     "POST api/catalog/small/update": Right(ADMIN, {"digest": f"sha256:{'0' * 64}"}),
@@ -300,7 +312,11 @@ class Requests:
         then = right.then and (right.then[0].format(**values), right.then[1])
         hers = (
             OWNER,
-            *(values[w] for w in ("lease", "ticket", "folder", "run", "sweep") if w in values),
+            *(
+                values[w]
+                for w in ("lease", "ticket", "folder", "run", "sweep", "schedule")
+                if w in values
+            ),
         )
         path = name.partition(" ")[2].format(**values)
         return Call(name, door, path, _may(name), sent, then, hers)
@@ -318,6 +334,9 @@ class Requests:
 
     def _sweep(self, name: str, right: Right) -> dict[str, str]:
         return {"sweep": self.hub.ended_sweep(OWNER, "olgas-secret-sweep")}
+
+    def _schedule(self, name: str, right: Right) -> dict[str, str]:
+        return {"schedule": self.hub.new_schedule(OWNER, "olgas-secret-schedule")}
 
     def _lease(self, name: str, right: Right) -> dict[str, str]:
         if "refund" in name:
@@ -417,6 +436,7 @@ def shape(hub: AttackHub, door: Door) -> str:
         (hub.transfer, "transfer"),
         (hub.run, "run"),
         (hub.sweep, "sweep"),
+        (hub.schedule, "schedule"),
         (hub.devices[0], "device"),
     ):
         path = path.replace(value, f"{{{word}}}")

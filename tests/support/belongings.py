@@ -22,6 +22,7 @@ from gpuspawner.members.repository import RosterEntry
 from gpuspawner.notifications.models import Notice, NoticeKind
 from gpuspawner.notifications.repository import ChannelChoice
 from gpuspawner.runs.models import Run, Work
+from gpuspawner.runs.schedules import Schedule
 from gpuspawner.services import Services
 from gpuspawner.slurm import repository as slurm_repository
 from gpuspawner.storage import directories
@@ -92,6 +93,18 @@ def give_everything(services: Services, user: str, sources: list[str]) -> None:
     run = Run(id="train-1", user=user, title="train", work=work, created_at=clock.now)
     services.runs.submit(run)
     services.runs.refuse(run.id, "it could not start")
+    services.schedules.create(
+        Schedule(
+            id="train-1",
+            user=user,
+            title="train",
+            cron="0 7 * * *",
+            zone="UTC",
+            work=work,
+            created_at=clock.now,
+            next_at=clock.now,
+        )
+    )
     mine = services.shared_folders.make_folder("ours", actor=user)
     services.shared_folders.invite(mine.id, "friend", write=True, actor=user)
     theirs = services.shared_folders.make_folder("theirs", actor="friend")

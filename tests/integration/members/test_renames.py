@@ -65,6 +65,8 @@ WITHOUT_NAMES = {
     "renames": "kept",
     "roster": "course groups",
     "runs": "after_lease id key options outcome reason sweep title work",
+    "schedules": "cron id key options title work zone",
+    "schedule_times": "run_id schedule_id",
     "sick_leases": "cause lease_id reason uuid",
     "tickets": "engine group id lease_id outcome request server_name state when_dry",
     "totals": "by span",

@@ -32,6 +32,7 @@ NOTHING = {
     "rates": "1",
     "refills": "1",
     "runs": "none-0",
+    "schedules": "none-0",
     "sweeps": "none-0",
     "tickets": "0" * 32,
     "transfers": "0" * 32,

@@ -30,6 +30,7 @@ EXAMPLES = {
     "rate": "7",
     "refill": "ab12",
     "run": "train-0a1b",
+    "schedule": "train-0a1b",
     "sweep": "train-0a1b",
     "ticket": "ab-12",
     "transfer": "0" * 32,

@@ -1,0 +1,148 @@
+"""Schedules: when a program or notebook runs again, by a cron expression in a time zone. Pure.
+
+A time of day that daylight saving skips comes at the end of the gap; one that occurs twice comes at
+the first. An expression with a star for its hours or minutes follows real hours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from cronsim import CronSim, CronSimError
+
+from ..core.errors import InvalidRequest
+from ..ledger.pricing import open_zone
+from .models import Work
+
+MOST_SCHEDULES = 50
+"""How many schedules a member may have."""
+
+LONGEST_CRON = 100
+LONGEST_ZONE = 64
+
+KEPT_TIMES = 50
+"""How many of a schedule's last times are kept."""
+
+NO_CRON = (
+    "is no cron expression: write minute, hour, day of the month, month and day of the week, such "
+    "as 30 7 * * 1-5 for half past seven on weekdays."
+)
+SKIPPED = "It was skipped: gpuspawner was not running then, and a later time has come since."
+
+_WINDOWS = tuple(timedelta(days=days) for days in (1, 32, 400, 4000))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A program or notebook that a member lets run again and again."""
+
+    id: str
+    user: str
+    key: str = ""
+    """The client's idempotency key: creating it again with it returns this one. Empty: none."""
+    title: str
+    cron: str
+    zone: str
+    work: Work
+    """What each run does; ``folder`` is empty, as each run has its own."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The member's choices, as of a run."""
+    requeue: bool = False
+    preemptible: bool = False
+    created_at: datetime
+    paused: bool = False
+    next_at: datetime
+    """The next time; while it is paused, it does not count."""
+    refusal: str = ""
+    """Why its newest time did not become a run; empty if it did."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTime:
+    """One time of a schedule, and what became of it."""
+
+    due_at: datetime
+    run: str | None = None
+    """The run that was submitted; None if there is none, or none yet."""
+    reason: str = ""
+    """Why there is no run, as a sentence; empty while it is to be submitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedSchedule:
+    """A schedule with its newest times, the newest first."""
+
+    schedule: Schedule
+    times: tuple[ScheduledTime, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DueRun:
+    """A time of a schedule that is to become a run."""
+
+    schedule: Schedule
+    due_at: datetime
+
+    @property
+    def key(self) -> str:
+        """The idempotency key of its run, by which it is submitted once."""
+        return f"schedule:{self.schedule.id}:{int(self.due_at.timestamp())}"
+
+    @property
+    def folder(self) -> str:
+        """The folder of its run, relative to the workspace."""
+        return f"runs/{self.due_at:%Y-%m-%d-%H%M%S}-{self.schedule.id}"
+
+
+def require_cron(cron: str, zone: str, now: datetime) -> datetime:
+    """Return the first time of a new expression. Raises InvalidRequest for one that never comes."""
+    try:
+        open_zone(zone)
+    except ValueError as error:
+        raise InvalidRequest(str(error), field="zone") from None
+    wrong = InvalidRequest(f"The field 'cron' {NO_CRON}", field="cron")
+    if len(cron) > LONGEST_CRON or not cron.isascii() or len(cron.split()) != 5:
+        raise wrong
+    try:
+        return next_time(cron, zone, now)
+    except CronSimError:
+        raise wrong from None
+    except StopIteration:
+        sentence = f"The cron expression {cron!r} names no day that comes in the next 50 years."
+        raise InvalidRequest(sentence, field="cron") from None
+
+
+def next_time(cron: str, zone: str, after: datetime) -> datetime:
+    """Return the first time after this one, in UTC.
+
+    Raises StopIteration if there is none in the next 50 years.
+    """
+    times = CronSim(cron, after.astimezone(open_zone(zone)))
+    while True:
+        # In the hour that occurs twice, a time of day is found that has been.
+        found = next(times).astimezone(timezone.utc)
+        if found > after:
+            return found
+
+
+def newest_due(schedule: Schedule, now: datetime) -> tuple[datetime, datetime]:
+    """Return the newest time that has come, and the one after it.
+
+    ``schedule.next_at`` has come.
+    """
+    for window in _WINDOWS:  # a schedule of each minute may have missed a year of them
+        start = max(schedule.next_at, now - window)
+        found, after = None, start - timedelta(seconds=1)
+        while (after := next_time(schedule.cron, schedule.zone, after)) <= now:
+            found = after
+        if found is not None:
+            return found, after
+    return schedule.next_at, next_time(schedule.cron, schedule.zone, now)
+
+
+def explain(cron: str) -> str:
+    """Return when an expression comes, in words."""
+    return CronSim(cron, datetime(2000, 1, 1, tzinfo=timezone.utc)).explain()
