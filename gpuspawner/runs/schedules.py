@@ -78,6 +78,11 @@ class FollowedSchedule:
     schedule: Schedule
     times: tuple[ScheduledTime, ...] = ()
 
+    @property
+    def last(self) -> ScheduledTime | None:
+        """Its newest time; None before the first."""
+        return self.times[0] if self.times else None
+
 
 @dataclass(frozen=True, slots=True)
 class DueRun:

@@ -121,6 +121,42 @@ def test_sweep_is_stopped_and_submitted_again(hub: GPUHub, member: str) -> None:
     client.runs.wait(again.runs[0].id)
 
 
+def test_schedule_is_made_once_changed_run_now_and_deleted(hub: GPUHub, member: str) -> None:
+    hub.browser_of(member)
+    client = Client(f"{hub.url}/services/gpu/api", hub.user_token(member))
+    made = client.schedules.create(
+        "30 7 * * 1-5", ["true"], zone="Europe/Vienna", options={"gpus": 0}, key="k"
+    )
+    assert (made.title, made.paused, made.refusal, made.times) == ("true", False, "", ())
+    assert made.next_at is not None and made.options == {"gpus": 0}
+    assert client.schedules.create("0 0 * * *", ["false"], key="k") == made
+    for cron, options, words in (
+        ("soon", {}, "is no cron expression"),
+        ("0 0 * * *", {"gpus": 99}, "99"),
+        ("0 0 * * *", {"environment": "none"}, "none"),
+    ):
+        with pytest.raises(RequestRefused, match=words):
+            client.schedules.create(cron, ["true"], options=options)
+    changed = client.schedules.change(made.id, title="nightly", cron="0 3 * * *")
+    assert (changed.title, changed.cron) == ("nightly", "0 3 * * *")
+    assert changed.next_at != made.next_at
+    assert client.schedules.pause(made.id).next_at is None
+    run = client.schedules.run_now(made.id, key="now")
+    assert client.schedules.run_now(made.id, key="now").id == run.id
+    assert client.runs.wait(run.id).title == "nightly"
+    [listed] = client.schedules.list()
+    assert [each.run for each in listed.times] == [run.id] and listed.paused
+    assert client.schedules.resume(made.id).next_at is not None
+    other = Client(f"{hub.url}/services/gpu/api", hub.user_token("admin"))
+    assert made.id in [each.id for each in other.schedules.list(everybody=True)]
+    with pytest.raises(RequestRefused, match="There is no schedule"):
+        other.schedules.run_now(made.id)
+    client.schedules.delete(made.id)
+    with pytest.raises(RequestRefused) as refused:
+        client.schedules.get(made.id)
+    assert (refused.value.status, refused.value.reason) == (404, "unknown_schedule")
+
+
 def test_session_uses_its_own_token_for_runs_and_itself(
     hub: GPUHub, member: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

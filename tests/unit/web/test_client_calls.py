@@ -14,11 +14,13 @@ import pytest
 
 from gpuspawner.client import (
     CALLS,
+    CREATE_SCHEDULE,
     QUOTE_RUN,
     SUBMIT_RUN,
     SUBMIT_SWEEP,
     Call,
     RunCalls,
+    ScheduleCalls,
     SweepCalls,
 )
 from gpuspawner.web.app import ROUTES
@@ -92,6 +94,7 @@ def test_client_reads_every_field_of_an_answer(call: Call[Any]) -> None:
         (SUBMIT_RUN, RunCalls.submit),
         (SUBMIT_SWEEP, SweepCalls.submit),
         (QUOTE_RUN, RunCalls.quote),
+        (CREATE_SCHEDULE, ScheduleCalls.create),
     ],
 )
 def test_call_takes_every_field_of_its_body(call: Call[Any], method: Any) -> None:
