@@ -39,6 +39,7 @@ SILENT = "gpuspawner/silent:test"
 TRIED = "gpuspawner/tried:test"
 VSCODE = "gpuspawner/vscode:test"
 KEEPS_OUTPUTS = "gpuspawner/base-keep-outputs:test"
+SCHEDULER = "gpuspawner/scheduler:test"
 NGC_BASE = "gpuspawner/ngc-base:test"
 
 LABEL = "org.gpuspawner.content"
@@ -86,6 +87,7 @@ def recipes() -> dict[str, Recipe]:
         ),
         Recipe(VSCODE, OURS / "vscode", base=BASE, keep=True),
         Recipe(KEEPS_OUTPUTS, OURS / "keep-outputs", base=BASE, keep=True),
+        Recipe(SCHEDULER, HERE / "scheduler", base=BASE),
     )
     return {r.tag: r for r in all_of_them}
 

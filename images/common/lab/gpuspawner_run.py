@@ -257,8 +257,8 @@ def in_workspace(path, what):
     return "" if str(found) == "." else str(found)
 
 
-def snapshot(notebook, title):
-    """Copy a notebook into the folder of its run: what is edited later does not change it."""
+def snapshot(notebook, title, where="runs"):
+    """Copy a notebook into a folder of its own: what is edited later does not change it."""
     try:
         text = notebook.read_bytes()
         json.loads(text)["cells"]
@@ -268,9 +268,9 @@ def snapshot(notebook, title):
         raise Refused(f"{notebook} is not a notebook") from None
     safe = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in title)
     name = f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M%S}-{safe.strip('.-') or 'run'}"
-    runs, number = workspace() / "runs", 1
+    runs, number = workspace() / where, 1
     try:
-        runs.mkdir(exist_ok=True)
+        runs.mkdir(parents=True, exist_ok=True)
         while True:
             folder = runs / (name if number == 1 else f"{name}-{number}")
             with suppress(FileExistsError):  # another one in the same second
@@ -280,7 +280,7 @@ def snapshot(notebook, title):
         (folder / "input.ipynb").write_bytes(text)
     except OSError as error:
         raise Refused(f"{runs} cannot be written: {error.strerror}") from None
-    return f"runs/{folder.name}/input.ipynb"
+    return f"{where}/{folder.name}/input.ipynb"
 
 
 def submit_copy(body, copy, send=None):
