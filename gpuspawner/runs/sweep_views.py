@@ -1,16 +1,19 @@
-"""Sweeps as JSON, and the form that stops one."""
+"""Sweeps as JSON, the page of one, and its forms."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import datetime
 from functools import partial
 from typing import Any
 
 from tornado import web
 
-from ..core.errors import NothingFailed, UnknownSweep
+from ..core.errors import GPUSpawnerError, NothingFailed, Unavailable, UnknownSweep
 from ..core.scopes import SESSION
+from ..leases.models import Terms
+from ..services import Services
 from ..web.api import APIHandler, ChangingAPI, operation, refusals
 from ..web.base import HubCalls, ServiceHandler
 from ..web.pages import FormPage
@@ -18,6 +21,7 @@ from .models import RunState, Work
 from .rules import slug_of
 from .schemas import LONGEST_TITLE, AgainBody, SweepAnswer, SweepBody, SweepQuoteAnswer
 from .sweeps import Sweep
+from .views import COLOURS
 
 
 class SubmittingAPI(ChangingAPI):
@@ -38,13 +42,9 @@ class SubmittingAPI(ChangingAPI):
         what = sent.notebook.rpartition("/")[2] or (sent.command[0] if sent.command else "")
         title = (sent.title.strip() or what)[:LONGEST_TITLE]
         with refusals():
-            works = sent.works(title, self.new_folder(title))
+            works = sent.works(title, new_folder(title, self.services.clock()))
         fields = sent.model_dump(include={"options", "requeue", "preemptible", "key", "at_most"})
         return {**fields, "title": title, "works": _plain(works)}
-
-    def new_folder(self, title: str) -> str:
-        """Return the beginning of the folders of a sweep that is submitted now."""
-        return f"runs/{self.services.clock():%Y-%m-%d-%H%M%S}-{slug_of(title)}"
 
     async def submit(self, fields: dict[str, Any]) -> None:
         """Have the Hub save a sweep, and send it."""
@@ -108,26 +108,37 @@ class SweepAgainAPI(SubmittingAPI):
         found = await own_sweep(self, sweep_id)
         if found.first.user != self.user:
             raise web.HTTPError(404) from UnknownSweep(sweep=sweep_id)
-        failed = [each.run for each in found.runs if each.state is RunState.FAILED]
-        if not failed:
-            raise web.HTTPError(409) from NothingFailed()
-        title = sweep_id.rpartition("-")[0]
-        folder = self.new_folder(title)
-        works = [
-            (run.title, {**asdict(run.work), "folder": f"{folder}-{number:03}"})
-            for number, run in enumerate(failed, 1)
-        ]
-        first = found.first
-        await self.submit(
-            {
-                "title": title,
-                "works": works,
-                "options": dict(first.options),
-                "requeue": first.requeue,
-                "preemptible": first.preemptible,
-                "key": sent.key,
-                "at_most": first.at_most,
-            }
+        with refusals():
+            fields = failed_again(found, sent.key, self.services.clock())
+        await self.submit(fields)
+
+
+class SweepPage(FormPage):
+    """The page of one sweep."""
+
+    @web.authenticated
+    async def get(self, sweep_id: str) -> None:
+        """Send the page."""
+        await self.show_sweep(await own_sweep(self, sweep_id))
+
+    async def show_sweep(self, sweep: Sweep, refusal: GPUSpawnerError | None = None) -> None:
+        """Send the page; ``refusal`` is why nothing was submitted again."""
+        first = sweep.first
+        leased = [each.lease for each in sweep.runs if each.lease is not None]
+        self.show(
+            "sweep.html",
+            refusal=refusal,
+            sweep=sweep,
+            first=first,
+            most=await self.read(most_of, self.services, sweep),
+            environment=leased[0].environment if leased else first.options.get("environment"),
+            gpus=len(leased[0].devices) if leased else None,
+            has_failed=RunState.FAILED.value in sweep.states,
+            stopped=self.get_query_argument("stopped", ""),
+            mine=first.user == self.user,
+            words=COLOURS,
+            now=self.services.clock(),
+            xsrf=self.xsrf,
         )
 
 
@@ -136,19 +147,96 @@ class StopSweepPage(FormPage):
 
     @web.authenticated
     async def get(self, sweep_id: str) -> None:
-        """Redirect to the list: the user had to sign in again to send the form."""
-        self.redirect(f"{self.context.prefix}runs")
+        """Redirect to the sweep: the user had to sign in again to send the form."""
+        self.redirect(f"{self.context.prefix}runs/sweeps/{sweep_id}")
 
     @web.authenticated
     async def post(self, sweep_id: str) -> None:
         """Ask for confirmation, or stop the runs."""
         found = await own_sweep(self, sweep_id)
+        page = f"runs/sweeps/{sweep_id}"
         if not self.confirmed:
-            action = f"sweeps/{sweep_id}/stop"
-            self.confirm("stop_sweep", action=action, back="runs", sweep=found)
+            self.confirm("stop_sweep", action=f"{page}/stop", back=page, sweep=found)
             return
         await self.read(partial(self.services.runs.stop_sweep, sweep_id, actor=self.user))
-        self.go("runs?stopped=1")
+        self.go(f"{page}?stopped=1")
+
+
+class SweepAgainPage(SweepPage):
+    """The form that submits the failed runs of a sweep again, after a confirmation."""
+
+    @web.authenticated
+    async def get(self, sweep_id: str) -> None:
+        """Redirect to the sweep: the user had to sign in again to send the form."""
+        self.redirect(f"{self.context.prefix}runs/sweeps/{sweep_id}")
+
+    @web.authenticated
+    async def post(self, sweep_id: str) -> None:
+        """Ask for confirmation, or submit the runs."""
+        found = await own_sweep(self, sweep_id)
+        if found.first.user != self.user:
+            raise web.HTTPError(403)
+        try:
+            fields = failed_again(found, self.key, self.services.clock())
+            if self.confirmed:
+                if self.context.hub is None:
+                    raise Unavailable()
+                again = await self.context.hub.submit_sweep(self.user, fields)
+                self.go(f"runs/sweeps/{again}")
+                return
+        except GPUSpawnerError as error:
+            await self.show_sweep(found, error)
+            return
+        page = f"runs/sweeps/{sweep_id}"
+        titles = [title for title, _ in fields["works"]]
+        self.confirm("sweep_again", action=f"{page}/again", back=page, sweep=found, titles=titles)
+
+
+def failed_again(sweep: Sweep, key: str, now: datetime) -> dict[str, Any]:
+    """Return a sweep of the failed runs of another one, as the Hub takes it.
+
+    Raises NothingFailed.
+    """
+    failed = [each.run for each in sweep.runs if each.state is RunState.FAILED]
+    if not failed:
+        raise NothingFailed()
+    folder = new_folder(sweep.title, now)
+    works = [
+        (run.title, {**asdict(run.work), "folder": f"{folder}-{number:03}"})
+        for number, run in enumerate(failed, 1)
+    ]
+    first = sweep.first
+    return {
+        "title": sweep.title,
+        "works": works,
+        "options": dict(first.options),
+        "requeue": first.requeue,
+        "preemptible": first.preemptible,
+        "key": key,
+        "at_most": first.at_most,
+    }
+
+
+def new_folder(title: str, now: datetime) -> str:
+    """Return the beginning of the folders of a sweep that is submitted now."""
+    return f"runs/{now:%Y-%m-%d-%H%M%S}-{slug_of(title)}"
+
+
+def most_of(services: Services, sweep: Sweep) -> int | None:
+    """Return the microcredits that a sweep costs at most. Blocks.
+
+    None if its runs have no time limit, or none of them has a lease or a ticket yet.
+    """
+    begun = [each.lease for each in sweep.runs if each.lease is not None]
+    rate = max((lease.rate for lease in begun), default=None)
+    seconds = begun[0].seconds if begun else None
+    servers = {each.run.server for each in sweep.runs}
+    for ticket in services.queue.waiting():
+        if ticket.server in servers:
+            terms = Terms(seconds=ticket.seconds, preemptible=sweep.first.preemptible)
+            rate, seconds = services.queue.dearest(ticket.request, terms)[0], ticket.seconds
+            break
+    return sweep.most(rate, seconds)
 
 
 async def own_sweep(handler: ServiceHandler, sweep_id: str) -> Sweep:
@@ -167,7 +255,9 @@ def _plain(works: Sequence[tuple[str, Work]]) -> list[tuple[str, dict[str, Any]]
 
 
 HANDLERS: list[tuple[str, type[ServiceHandler]]] = [
-    (r"sweeps/([0-9a-z-]{1,60})/stop", StopSweepPage),
+    (r"runs/sweeps/([0-9a-z-]{1,60})", SweepPage),
+    (r"runs/sweeps/([0-9a-z-]{1,60})/stop", StopSweepPage),
+    (r"runs/sweeps/([0-9a-z-]{1,60})/again", SweepAgainPage),
     ("api/sweeps", SweepsAPI),
     ("api/sweeps/-/quote", SweepQuoteAPI),
     (r"api/sweeps/([0-9a-z-]{1,60})", SweepAPI),

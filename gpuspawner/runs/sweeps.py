@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from ..core.errors import InvalidRequest
+from ..leases.models import LeaseState
 from .models import FollowedRun, Run, Work
 from .rules import slug_of
 
@@ -34,6 +35,11 @@ class Sweep:
         return self.runs[0].run
 
     @property
+    def title(self) -> str:
+        """The short form of its title that its id begins with."""
+        return self.id.rpartition("-")[0]
+
+    @property
     def is_open(self) -> bool:
         """True if any of its runs has not ended."""
         return any(not each.run.outcome for each in self.runs)
@@ -42,6 +48,32 @@ class Sweep:
     def states(self) -> dict[str, int]:
         """How many runs are in each state."""
         return {state.value: n for state, n in Counter(run.state for run in self.runs).items()}
+
+    def most(self, rate: int | None, seconds: int | None) -> int | None:
+        """Return the microcredits that it costs at most: what it was charged, and what is to come.
+
+        Args:
+            rate: Microcredits per hour of a run that has not begun; None if they are not known.
+            seconds: Its time limit; None if it has none.
+
+        Returns:
+            None if a run that has not ended costs something, and for how long is not known.
+        """
+        found = self.charged
+        for each in self.runs:
+            lease = each.lease
+            if each.run.outcome:
+                continue
+            per_hour, limit, paid = rate, seconds, 0
+            if lease is not None and lease.state is not LeaseState.ENDED:
+                limit = None if lease.seconds is None else lease.seconds + lease.extended
+                per_hour, paid = lease.rate, lease.charged
+            if per_hour == 0:
+                continue
+            if per_hour is None or limit is None:
+                return None
+            found += max(0, per_hour * limit // 3600 - paid)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,6 @@ from .models import FollowedRun, RunRecord, RunState
 from .rules import slug_of
 from .schedules import explain
 from .schemas import LONGEST_TITLE, QuoteAnswer, QuoteBody, RunAnswer, RunBody, RunsAnswer
-from .sweep_views import own_sweep
 from .sweeps import Sweep
 
 SHOWN = 50
@@ -165,27 +164,21 @@ class RunsPage(FormPage):
             self.need_admin()
         before = self.get_query_argument("before", "") or None
         user = None if everybody else self.user
-        of_sweep = self.get_query_argument("sweep", "")
-        if of_sweep:
-            found: Sequence[FollowedRun] = (await own_sweep(self, of_sweep)).runs
-            rows = await self.read(run_figures, self.services, found)
-        else:
-            newest = partial(self.services.runs.newest, user, SHOWN, before, leading=True)
-            found = await self.read(newest)
-            rows = await self.read(run_figures, self.services, found)
-            rows = await self.read(_with_sweeps, self.services, rows)
-        has_schedules = before is None and not of_sweep
-        schedules = await self.read(self.services.schedules.of_user, user) if has_schedules else []
+        newest = partial(self.services.runs.newest, user, SHOWN, before, leading=True)
+        found = await self.read(newest)
+        rows = await self.read(run_figures, self.services, found)
+        rows = await self.read(_with_sweeps, self.services, rows)
+        list_schedules = partial(self.services.schedules.of_user, user)
+        schedules = [] if before else await self.read(list_schedules)
         self.show(
             "runs.html",
             schedules=schedules,
             explain=explain,
             schedule_change=self.get_query_argument("schedule", ""),
             runs=await self._with_progress(rows),
-            of_sweep=of_sweep,
             everybody=everybody,
             first=before is None,
-            older=found[-1].run.id if len(found) == SHOWN and not of_sweep else None,
+            older=found[-1].run.id if len(found) == SHOWN else None,
             stopped=self.get_query_argument("stopped", ""),
             words=COLOURS,
             now=self.services.clock(),

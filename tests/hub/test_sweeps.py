@@ -1,20 +1,24 @@
 """Sweeps: many runs submitted at once, a few of them begun. Real: hub, proxy, accounting service, a
-Docker Engine, containers of our base image."""
+Docker Engine, containers of our base image, Chromium."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser
 
 from gpuspawner.core.units import MICRO
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
+from tests.support.hub import ADMIN
 from tests.support.images import BASE
+from tests.support.pages import WIDE, add_cookies, look_over_page
 from tests.support.processes import free_port, wait_for
 
 CATALOG = f"""
@@ -113,6 +117,61 @@ def test_stop_ends_all_and_failed_ones_are_submitted_again(hub: GPUHub, member: 
     wait_for(lambda: all_ended(hub, member), "the end", timeout=60)
     refused = hub.call(member, "POST", f"sweeps/{done['id']}/again", json={})
     assert (refused.status_code, refused.json()["error"]) == (409, "nothing_failed")
+
+
+def test_page_shows_a_sweep_stops_it_and_submits_what_failed_again(
+    hub: GPUHub, member: str, browser: Browser
+) -> None:
+    hub.browser_of(member)
+    code = program("n == 1 and time.sleep(600); sys.exit(n == 0)")
+    sent = {"command": code, "sets": numbered(4), "at_most": 2, "options": {"hours": 2}}
+    sweep = call(hub, member, "POST", "sweeps", **sent, title="Study")
+    path = f"sweeps/{sweep['id']}"
+
+    def states() -> dict[str, int]:
+        return dict(call(hub, member, "GET", path)["states"])
+
+    wait_for(lambda: states() == {"failed": 1, "running": 1, "done": 2}, "three ends", timeout=90)
+    page = browser.new_context(viewport=WIDE).new_page()
+    add_cookies(page, hub, member)
+    page.goto(f"{hub.url}/services/gpu/runs")
+    page.get_by_role("link", name="Sweep of 4 runs").click()
+    page.wait_for_url(f"**/runs/{path}")
+    assert page.locator("h1").inner_text() == f"study sweep {sweep['id']}"
+    grid = page.get_by_role("list", name="State of each run")
+    links = grid.get_by_role("link").all()
+    told = [link.text_content() for link in links]
+    assert told == ["1: failed", "2: running", "3: done", "4: done"]
+    runs = [f"/services/gpu/runs/{run['id']}" for run in sweep["runs"]]
+    assert [link.get_attribute("href") for link in links] == runs
+    facts = page.locator("dl").inner_text()
+    assert "4, at most 2 at once" in facts and "credits so far" in facts
+    # What has ended is charged for seconds, and one run may take its two hours.
+    (most,) = re.findall(r"([0-9.]+) credits, if each run takes all of its time", facts)
+    assert 120 <= float(most) < 125
+    assert look_over_page(page, "runs/sweep") == []
+    page.get_by_role("button", name="Stop all").click()
+    assert page.locator("h1").inner_text() == f"Stop all runs of {sweep['id']}?"
+    page.get_by_role("button", name="Stop all runs").click()
+    page.wait_for_url("**?stopped=1")
+    wait_for(lambda: states() == {"failed": 1, "stopped": 1, "done": 2}, "its stop", timeout=60)
+    page.goto(f"{hub.url}/services/gpu/runs/{path}")
+    assert page.get_by_role("button", name="Stop all").count() == 0
+    page.get_by_role("button", name="Failed ones again").click()
+    assert page.locator("h1").inner_text() == f"Run what failed of {sweep['id']} again?"
+    assert "Study n=0" in page.locator("dl").inner_text()
+    assert look_over_page(page, "runs/sweep-again") == []
+    page.get_by_role("button", name="Submit runs").click()
+    page.wait_for_url(lambda url: "/runs/sweeps/study-" in url and sweep["id"] not in url)
+    again = call(hub, member, "GET", f"sweeps/{page.url.rpartition('/')[2]}")
+    assert [run["title"] for run in again["runs"]] == ["Study n=0"] and again["at_most"] == 2
+    wait_for(lambda: all_ended(hub, member), "the end", timeout=60)
+    hub.browser_of(ADMIN)
+    theirs = browser.new_context(viewport=WIDE).new_page()
+    add_cookies(theirs, hub, ADMIN)
+    theirs.goto(f"{hub.url}/services/gpu/runs/{path}")
+    assert member in theirs.locator("dl").inner_text()
+    assert theirs.get_by_role("button", name="Failed ones again").count() == 0
 
 
 def test_bad_sweeps_are_refused_in_words_and_nothing_is_saved(hub: GPUHub, member: str) -> None:

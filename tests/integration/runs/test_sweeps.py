@@ -18,11 +18,13 @@ from gpuspawner.core.errors import (
     TooManyRuns,
     UnknownSweep,
 )
+from gpuspawner.core.units import MICRO
 from gpuspawner.db.schema import OPEN_LEASE, OPEN_RUN, OPEN_TICKET, leases, runs, tickets
 from gpuspawner.leases.models import RUN_PREFIX, Lease, Request, ServerRef, Terms
 from gpuspawner.queue.models import Ticket
 from gpuspawner.runs.models import Run, Work
 from gpuspawner.runs.rules import MOST_OPEN
+from gpuspawner.runs.sweep_views import most_of
 from gpuspawner.runs.sweeps import SweepRequest, filled_in
 from gpuspawner.services import Services
 from tests.support.brokers import T0, open_services
@@ -120,6 +122,26 @@ def test_end_of_a_sweep_is_told_once(services: Services) -> None:
     (notice,) = services.notifications.notices_of("ada")
     assert notice.title == "Your sweep train-1 has ended"
     assert notice.body.startswith("Of its 3 runs, 0 are done, 3 failed and 0 were stopped.")
+
+
+def test_price_of_a_sweep_is_what_it_was_charged_and_what_may_come(database_url: str) -> None:
+    services = open_services(database_url, gpu_rates={"*": 60})
+    services.monitoring.overview()
+    services.runs.submit_all(sweep_of(5, at_most=2))
+
+    def most() -> int | None:
+        return most_of(services, services.runs.sweep("train-1"))
+
+    assert most() is None, "the service does not know yet what it asks for"
+    lease = ask(services, "train-1-001")
+    assert isinstance(lease, Lease) and lease.rate == 120 * MICRO
+    assert most() == 5 * 120 * MICRO, "each takes two GPUs for an hour"
+    services.runs.refuse("train-1-002", "It could not start.")
+    assert most() == 4 * 120 * MICRO
+    services.leases.release(lease.id, reason="stopped")
+    services.runs.stop_sweep("train-1", actor="ada")
+    assert most() == services.runs.sweep("train-1").charged
+    services.store.close()
 
 
 def test_stop_ends_every_run(services: Services) -> None:
