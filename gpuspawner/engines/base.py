@@ -42,6 +42,21 @@ class EngineWithLogs(Protocol):
 
 
 @runtime_checkable
+class EngineWithJobs(Protocol):
+    """An engine with a job of a scheduler for each container, which may outlive it.
+
+    An exited container whose job goes on is seen alive, since its devices are not free, and with
+    its exit status.
+    """
+
+    def end_job(self, sighting: Sighting) -> None:
+        """End the job of an exited container, whose status is known: it may be removed by that.
+
+        Blocks. Raises EngineUnavailable.
+        """
+
+
+@runtime_checkable
 class EngineWithSignals(Protocol):
     """An engine that can send signals to its servers and runs."""
 

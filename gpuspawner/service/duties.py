@@ -14,7 +14,7 @@ from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError, SlurmRefused, SlurmUnavailable, Unavailable
 from ..core.units import format_credits
-from ..engines.base import EngineWithLogs, EngineWithSignals
+from ..engines.base import EngineWithJobs, EngineWithLogs, EngineWithSignals
 from ..leases.models import EndReason, Lease, LeaseKind, LeaseState, SessionEnd, Sighting
 from ..ledger.credit_policy import OVERDRAFT
 from ..ledger.exhaustion import CreditEvent, credits_back
@@ -347,13 +347,16 @@ class RunDuty(TickDuty):
             for due in self._due - self._warned:
                 if sighting.alive and due[0] == lease.id:
                     await self._warn(engine, lease, sighting, due[1])
-            # On a cluster it counts as alive until its job has ended, and then nobody knows this.
+            # On a cluster it counts as alive until its job has ended, which may remove it.
             if (code := sighting.exit_code) is not None:
                 said, runs_on = "", self.tick.engines[engine]
                 if code and isinstance(runs_on, EngineWithLogs):
                     said = await asyncio.to_thread(runs_on.last_line, sighting.ref)
                 note = self.services.runs.note_exit
                 await self.services.run(note, lease.server.run_id, code, said)
+                if sighting.alive and isinstance(runs_on, EngineWithJobs):
+                    await asyncio.to_thread(runs_on.end_job, sighting)
+                    return  # the next round finds it gone
             if sighting.alive and (lease.outcome or lease.id in ended):
                 self.log.warning("Stopping %s: %s", lease.server, lease.end_reason)
                 await asyncio.to_thread(end)

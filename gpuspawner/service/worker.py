@@ -24,7 +24,7 @@ from ..core.errors import (
     UnknownTicket,
 )
 from ..db.leader import for_log
-from ..engines.base import Engine, EngineWithHistory
+from ..engines.base import Engine, EngineWithHistory, EngineWithJobs
 from ..leases.clock_corrections import clock_says
 from ..leases.models import Lease, LeaseKind, LeaseState, ServerRef, Sighting
 from ..leases.reconciliation import Action, Confirm, HubState, Release, Remove, Unknown
@@ -243,22 +243,23 @@ class Sightings(Mapping[str, Sequence[Sighting] | None]):
     def __init__(self, engines: Mapping[str, Engine], leases: Collection[Lease]) -> None:
         self._engines = engines
         self._leases = leases
-        self._found: dict[str, Sequence[Sighting] | None] = {}
+        self.found: dict[str, Sequence[Sighting] | None] = {}
+        """What was queried so far."""
         self.errors: dict[str, EngineUnavailable] = {}
         """The engines that did not respond. Blocks like everything in here: use a thread."""
 
     def __getitem__(self, name: str) -> Sequence[Sighting] | None:
-        if name not in self._found:
+        if name not in self.found:
             engine = self._engines[name]
             try:
                 found = engine.sightings()
                 if isinstance(engine, EngineWithHistory):
                     found += engine.removed(self._leases, found)
-                self._found[name] = found
+                self.found[name] = found
             except EngineUnavailable as error:
                 self.errors[name] = error
-                self._found[name] = None
-        return self._found[name]
+                self.found[name] = None
+        return self.found[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._engines)
@@ -338,6 +339,7 @@ class Tick:
         )
         for name in asked:
             self._note_engine(name, sightings.errors.get(name))
+        await self._end_jobs(sightings)
         stuck = set()
         for action in actions:
             match action:
@@ -360,6 +362,20 @@ class Tick:
             await self.services.run(self.services.delegation.end_deserted)
             await self.services.run(self.services.machines.keep_closed)
         return actions
+
+    async def _end_jobs(self, sightings: Sightings) -> None:
+        """End the jobs of servers whose container has exited.
+
+        Those of runs end as soon as their exit status is recorded.
+        """
+        for name, engine in self.engines.items():
+            if not isinstance(engine, EngineWithJobs):
+                continue
+            for sighting in sightings.found.get(name) or ():
+                exited = sighting.alive and sighting.exit_code is not None
+                if exited and sighting.server.kind is LeaseKind.SERVER:
+                    with self.going_on(f"Job of {sighting.server}", Unavailable):
+                        await asyncio.to_thread(engine.end_job, sighting)
 
     async def _require_owner(self) -> None:
         """Raise AnotherHubGrants or NotTheOwner if leases and tickets are not this hub's."""

@@ -1,7 +1,7 @@
 """The engines of a cluster's nodes, and a job's cgroup for its container.
 
 A server ends when its job does: then Slurm's epilog has removed the container, or Slurm keeps the
-node out of service until it has. A container that ends before its job ends the job.
+node out of service until it has. Who sees that a container ended before its job ends the job.
 """
 
 from __future__ import annotations
@@ -115,6 +115,12 @@ class SlurmEngine:
         if job:
             self._cancel(job)
 
+    def end_job(self, sighting: Sighting) -> None:
+        """End the job of an exited container; Slurm's epilog removes the container."""
+        _, job = self._where.get(sighting.ref, ("", ""))
+        if job:
+            self._cancel(job)
+
     def last_line(self, ref: str) -> str:
         """Return the last line that a container printed; empty if nothing was, or none was kept."""
         node, _ = self._where.get(ref, ("", ""))
@@ -158,8 +164,9 @@ class SlurmEngine:
                 self._log.warning("Ending %s on %s: its job has ended", sighting.server, name)
                 engine.end(sighting)
             elif not sighting.alive and job in alive:
-                self._cancel(job)
-                sighting = replace(sighting, alive=True, ended_at=None)  # until the job has ended
+                # Until the job has ended. Its end removes the container, and with it the exit
+                # status, so who needs that reads it first: see end_job.
+                sighting = replace(sighting, alive=True, ended_at=None)
             found.append(sighting)
         return found
 

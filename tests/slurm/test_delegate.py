@@ -460,6 +460,27 @@ def test_container_of_an_unknown_job_is_not_ended(
     assert engine.running() == set(), "nothing of it is promised either"
 
 
+def test_look_at_an_exited_container_leaves_its_job_and_its_exit_status(
+    delegate: SlurmDelegate, cluster: SlurmCluster
+) -> None:
+    engine, node = SlurmEngine(delegate), cluster.nodes[0]
+    one = ticket(104)
+    delegate.submit(one)
+    wait_for(lambda: devices(delegate, one), "its device")
+    job = delegate.job(one.id)
+    assert job is not None and job.node == node.name
+    labels = {LABEL_LEASE: "3f", LABEL_MEMBER: "ann", LABEL_SERVER: "", LABEL_JOB: str(job.id)}
+    container = node.contain(labels)
+    node.engine.client.kill(container)
+    node.engine.client.wait(container)
+    for _ in range(3):
+        (seen,) = engine.sightings()
+        assert (seen.alive, seen.exit_code) == (True, 137), "its devices are not free"
+    cluster.wait_state(job.id, "RUNNING")
+    engine.end_job(seen)
+    wait_for(lambda: all(not each.alive for each in engine.sightings()), "the end of the job")
+
+
 def test_look_does_not_wait_for_an_unreachable_node(
     delegate: SlurmDelegate, cluster: SlurmCluster
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -108,3 +109,45 @@ async def test_program_that_ended_unseen_is_charged(services: Services, hub: Scr
         await RunDuty(make_tick(services, hub, EndedEngine(lease))).round()
     assert services.runs.get(run_id).state is RunState.DONE
     assert services.leases.get(lease.id).charged == lease.rate * 90 // 3600
+
+
+class EngineOfJobs(EndedEngine):
+    """The same on a cluster: its devices are not free before its job has ended."""
+
+    def __init__(self, lease: Lease) -> None:
+        super().__init__(lease)
+        self.found = [replace(each, alive=True) for each in self.found]
+
+    def end_job(self, sighting: Sighting) -> None:
+        assert sighting in self.found
+        self.found = [replace(each, alive=False) for each in self.found]
+
+
+async def test_job_ends_only_when_the_exit_status_is_recorded(
+    services: Services, hub: ScriptedHub
+) -> None:
+    run_id = submit(services, "ada")
+    server = services.runs.get(run_id).run.server
+    terms = Terms(wait=True, seconds=3600)
+    lease = services.queue.ask(server, Request(devices=1), engine="docker", terms=terms)
+    assert isinstance(lease, Lease)
+    services.leases.confirm(lease.id, "container", started_at=lease.granted_at)
+    Clock.of(services).forward(seconds=120)
+    engine = EngineOfJobs(lease)
+    duty = RunDuty(make_tick(services, hub, engine))
+    await duty.round()
+    assert [each.alive for each in engine.found] == [False]
+    followed = services.runs.get(run_id)
+    assert (followed.state, followed.run.exit_code) == (RunState.RUNNING, 0)
+    await duty.round()
+    assert services.runs.get(run_id).state is RunState.DONE
+
+
+async def test_job_of_an_exited_server_is_ended(services: Services, hub: ScriptedHub) -> None:
+    server = ServerRef("ada")
+    lease = services.leases.grant(server, Request(devices=1), engine="docker")
+    services.leases.confirm(lease.id, "container", started_at=lease.granted_at)
+    hub.has(server)
+    engine = EngineOfJobs(lease)
+    await make_tick(services, hub, engine).reconcile()
+    assert [each.alive for each in engine.found] == [False]
