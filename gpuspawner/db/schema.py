@@ -321,7 +321,7 @@ Index("schedules_by_time", schedules.c.next_at)
 schedule_times = Table(
     "schedule_times",
     metadata,
-    # One row a time: whoever wrote it has the time submitted, once.
+    # One row per time, so that each is submitted once.
     Column("schedule_id", Text, ForeignKey("schedules.id"), primary_key=True),
     Column("due_at", UTCDateTime, primary_key=True),
     # Null until it is submitted; then a reason is empty.

@@ -123,9 +123,9 @@ class FollowedRun:
 
     @property
     def has_to_settle(self) -> bool:
-        """True if its newest lease has ended, and nobody has seen to what that means for it.
+        """True if its newest lease has ended, and what that means for the run is not recorded yet.
 
-        It may be done, although it has no outcome yet. A lease that was lost with its hub has put
+        The run may be done, although it has no outcome. A lease that was lost with its hub has put
         its ticket back into the queue: that run waits.
         """
         if self.run.outcome or self.lease is None or self.lease.state is not LeaseState.ENDED:

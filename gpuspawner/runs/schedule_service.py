@@ -1,4 +1,4 @@
-"""Schedules of runs: each time is submitted once, with no server of its member's running."""
+"""Schedules of runs: each time is submitted once, also while no server of the member runs."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ SHOWN_TIMES = 10
 
 @dataclass(eq=False)
 class ScheduleService:
-    """The only code that changes schedules, and that says which of their times become runs.
+    """The only code that changes schedules and decides which of their times become runs.
 
-    A time is written before its run is submitted, and the run has a key that follows from it. So
-    whatever is killed in between, and whoever else submits it too, there is one run.
+    A time is recorded before its run is submitted, and the run's key is made from the time. So there
+    is one run, even if a process is killed in between or two services submit it.
     """
 
     store: Store
@@ -146,7 +146,7 @@ class ScheduleService:
                 run = runs_repository.of_key(connection, schedule.user, due.key)
                 if run is None:
                     repository.note_reason(connection, schedule_id, due.due_at, SKIPPED)
-                else:  # whoever submitted it was killed before it was noted
+                else:  # submitted by a service that was killed before it recorded the run
                     repository.note_run(connection, schedule_id, due.due_at, run.id)
             repository.add_time(connection, schedule_id, due_at)
             repository.forget_times(connection, schedule_id, KEPT_TIMES)

@@ -136,7 +136,7 @@ class ScheduleRunAPI(SubmittingAPI):
     )
     @web.authenticated
     async def post(self, schedule_id: str) -> None:
-        """Submit a run of one of my schedules now, whatever its next time is."""
+        """Submit a run of one of my schedules now; its next time does not change."""
         sent = self.sent(RunNowBody)
         found = (await own_schedule(self, schedule_id)).schedule
         if found.user != self.user:

@@ -1,4 +1,4 @@
-"""Schedules: when a program or notebook runs again, by a cron expression in a time zone. Pure.
+"""Schedules: a cron expression in a time zone says when a program or notebook runs. Pure.
 
 A time of day that daylight saving skips comes at the end of the gap; one that occurs twice comes at
 the first. An expression with a star for its hours or minutes follows real hours.
@@ -27,7 +27,7 @@ KEPT_TIMES = 50
 """How many of a schedule's last times are kept."""
 
 NO_CRON = (
-    "is no cron expression: write minute, hour, day of the month, month and day of the week, such "
+    "is not a cron expression: write minute, hour, day of the month, month and day of the week, such "
     "as 30 7 * * 1-5 for half past seven on weekdays."
 )
 SKIPPED = "It was skipped: gpuspawner was not running then, and a later time has come since."
@@ -37,7 +37,7 @@ _WINDOWS = tuple(timedelta(days=days) for days in (1, 32, 400, 4000))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A program or notebook that a member lets run again and again."""
+    """A program or notebook that runs at the times of a cron expression."""
 
     id: str
     user: str
@@ -62,13 +62,13 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledTime:
-    """One time of a schedule, and what became of it."""
+    """One time of a schedule, with its run or the reason why it has none."""
 
     due_at: datetime
     run: str | None = None
     """The run that was submitted; None if there is none, or none yet."""
     reason: str = ""
-    """Why there is no run, as a sentence; empty while it is to be submitted."""
+    """Why there is no run, as a sentence; empty until the time is submitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,5 +149,5 @@ def newest_due(schedule: Schedule, now: datetime) -> tuple[datetime, datetime]:
 
 
 def explain(cron: str) -> str:
-    """Return when an expression comes, in words."""
+    """Return the times of an expression in words."""
     return CronSim(cron, datetime(2000, 1, 1, tzinfo=timezone.utc)).explain()

@@ -67,7 +67,7 @@ def test_scratch_is_deleted_with_its_container(clean_engine: PrivateEngine, imag
 def test_only_scratch_without_a_container_is_unused(
     clean_engine: PrivateEngine, images: Any
 ) -> None:
-    """Another volume of nobody stays, and so does the scratch of a container that never ran."""
+    """Other unused volumes stay, and so does the scratch of a container that never ran."""
     clean_engine.client.create_volume("somebody-elses")
     left = created(clean_engine, "ada")
     created(clean_engine, "bob")

@@ -131,7 +131,7 @@ def test_schedule_is_made_once_changed_run_now_and_deleted(hub: GPUHub, member: 
     assert made.next_at is not None and made.options == {"gpus": 0}
     assert client.schedules.create("0 0 * * *", ["false"], key="k") == made
     for cron, options, words in (
-        ("soon", {}, "is no cron expression"),
+        ("soon", {}, "is not a cron expression"),
         ("0 0 * * *", {"gpus": 99}, "99"),
         ("0 0 * * *", {"environment": "none"}, "none"),
     ):

@@ -48,7 +48,7 @@ PAGE = 500
 MOST_RUNS = 2000
 """Runs, the newest first, in which jobs are looked for."""
 REMOVED = ".removed-from-jobs"
-"""The file in a run's folder by which the run is no job any more."""
+"""A file in a run's folder that marks the run as removed from the list of jobs."""
 FORMATS = {"ipynb": "Notebook"}
 
 STATUS = {

@@ -86,7 +86,7 @@ def test_each_hour_is_each_real_hour() -> None:
     "cron", ["", "x", "* * * *", "0 0 7 * * *", "60 * * * *", "@daily", "٣ 7 * * *"]
 )
 def test_other_text_is_refused(cron: str) -> None:
-    with pytest.raises(InvalidRequest, match="The field 'cron' is no cron expression"):
+    with pytest.raises(InvalidRequest, match="The field 'cron' is not a cron expression"):
         require_cron(cron, "UTC", FIRST)
 
 
