@@ -1,0 +1,24 @@
+"""Repair jupyter-server-nbmodel 0.2.9, which counts letters where the document counts bytes.
+
+A line that is overwritten, with other letters than ASCII, such as a progress bar of rich: it would
+stop the server. Fails if the code is another one: then look whether this is still needed.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+WRONG = "del previous_text[shared:]\n"
+RIGHT = "del previous_text[len(actual_text[:shared].encode()):]\n"
+
+
+def main():
+    spec = find_spec("jupyter_server_nbmodel.actions")
+    file = Path(spec.origin)
+    text = file.read_text(encoding="utf-8")
+    if text.count(WRONG) != 1:
+        raise SystemExit(f"{file} is not the code that is to be repaired")
+    file.write_text(text.replace(WRONG, RIGHT), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
