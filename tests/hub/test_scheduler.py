@@ -4,6 +4,7 @@ proxy, accounting service, a Docker Engine, our base image with jupyter-schedule
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,8 @@ def open_notebook(hub: GPUHub, browser: Browser, user: str, folder: Path) -> Pag
     page.goto(f"{hub.url}/user/{user}/lab/tree/night.ipynb")
     expect(page.locator(".jp-NotebookPanel .cm-content").first).to_contain_text("seed = 1")
     page.locator('[data-jp-item-name="create-job"]').click()
+    # What is typed before the environments are there is lost.
+    expect(page.get_by_text("Base", exact=True)).to_be_visible()
     return page
 
 
@@ -134,8 +137,8 @@ def test_schedule_starts_runs_while_no_server_of_its_member_runs(
     hub: GPUHub, browser: Browser, member: str, folder: Path
 ) -> None:
     page = open_notebook(hub, browser, member, folder)
-    page.get_by_label("Job name").fill("each minute")
     page.get_by_label("Run on a schedule").check()
+    page.get_by_label(re.compile("^Job (definition )?name")).fill("each minute")
     page.get_by_label("Interval").click()
     page.get_by_role("option", name="Custom schedule").click()
     page.get_by_label("cron expression").fill("* * * * *")
