@@ -103,7 +103,7 @@ def open_notebook(hub: GPUHub, browser: Browser, user: str, folder: Path) -> Pag
     expect(page.locator(".jp-NotebookPanel .cm-content").first).to_contain_text("seed = 1")
     page.locator('[data-jp-item-name="create-job"]').click()
     # What is typed before the environments are there is lost.
-    expect(page.get_by_text("Base", exact=True)).to_be_visible()
+    expect(page.get_by_text("base", exact=True)).to_be_visible()
     return page
 
 

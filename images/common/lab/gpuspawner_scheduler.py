@@ -385,8 +385,9 @@ def _environment(found):
     counts = range(0 if found["cpu_variant"] else 1, found["max_gpus"] + 1)
     return RuntimeEnvironment(
         name=found["environment"],
-        label=found["name"],
-        description=found["summary"],
+        # JupyterLab's part shows the name and sends the label: they have to be the same.
+        label=found["environment"],
+        description=": ".join(filter(None, (found["name"], found["summary"]))),
         file_extensions=["ipynb"],
         output_formats=list(FORMATS),
         metadata={},
