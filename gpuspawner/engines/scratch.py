@@ -59,8 +59,8 @@ class Scratch:
 def archive_of(target: str, kept: str) -> tuple[str, bytes]:
     """Return where to unpack the tar archive that opens a scratch directory, and the archive.
 
-    Every user of the container can write there, as in /tmp, because images have different users. The
-    archive also has a note that the directory is deleted. ``kept`` is where files are kept.
+    Every user of the container can write there, as in /tmp, because images have different users.
+    The archive also has a note that the directory is deleted. ``kept`` is where files are kept.
     """
     parent, _, name = target.rstrip("/").rpartition("/")
     note = NOTE.format(kept=kept or "a place that is kept").encode()

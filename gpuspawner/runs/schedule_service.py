@@ -39,8 +39,8 @@ SHOWN_TIMES = 10
 class ScheduleService:
     """The only code that changes schedules and decides which of their times become runs.
 
-    A time is recorded before its run is submitted, and the run's key is made from the time. So there
-    is one run, even if a process is killed in between or two services submit it.
+    A time is recorded before its run is submitted, and the run's key is made from the time. So
+    there is one run, even if a process is killed in between or two services submit it.
     """
 
     store: Store

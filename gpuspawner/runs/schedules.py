@@ -27,8 +27,8 @@ KEPT_TIMES = 50
 """How many of a schedule's last times are kept."""
 
 NO_CRON = (
-    "is not a cron expression: write minute, hour, day of the month, month and day of the week, such "
-    "as 30 7 * * 1-5 for half past seven on weekdays."
+    "is not a cron expression: write minute, hour, day of the month, month and day of the week, "
+    "such as 30 7 * * 1-5 for half past seven on weekdays."
 )
 SKIPPED = "It was skipped: gpuspawner was not running then, and a later time has come since."
 

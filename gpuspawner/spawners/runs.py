@@ -196,8 +196,8 @@ class RunLauncher:
     def _can_start(self, followed: FollowedRun) -> bool:
         """Return True if a run needs a task that starts it.
 
-        After the comparison, a lease without a start belongs to a start that failed, such as when its
-        engine crashed. It must not be reported as on its way: a comparison settles it.
+        After the comparison, a lease without a start belongs to a start that failed, such as when
+        its engine crashed. It must not be reported as on its way: a comparison settles it.
         """
         if not followed.is_to_be_started or followed.run.user not in self.settings["users"]:
             return False  # a member may have a new name that their runs do not have yet
