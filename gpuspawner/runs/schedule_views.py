@@ -79,7 +79,7 @@ class SchedulesAPI(SubmittingAPI):
                 created_at=now,
                 next_at=now,
             )
-            await require_possible(self, options)
+            await require_possible(self, options, preemptible=sent.preemptible)
         return await self.read(self.services.schedules.create, schedule)
 
 
@@ -110,7 +110,8 @@ class ScheduleAPI(SubmittingAPI):
             if sent.parameters and found.schedule.work.command:
                 raise InvalidRequest("Only a notebook has parameters.", field="parameters")
             if sent.options is not None:
-                await require_possible(self, sent.options)
+                edited = sent.edit(found.schedule)
+                await require_possible(self, edited.options, preemptible=edited.preemptible)
         change = partial(self.services.schedules.change, schedule_id, sent.edit, actor=self.user)
         self.finish(_answer(await self.read(change)).as_json())
 
@@ -197,9 +198,12 @@ async def own_schedule(handler: ServiceHandler, schedule_id: str) -> FollowedSch
     return found
 
 
-async def require_possible(handler: SubmittingAPI, options: Mapping[str, Any]) -> None:
+async def require_possible(
+    handler: SubmittingAPI, options: Mapping[str, Any], *, preemptible: bool
+) -> None:
     """Raise a GPUSpawnerError with its sentence if no run can be submitted with these options."""
-    await handler.hub.quote_run(handler.user, {"options": dict(options), "server": None})
+    asked = {"options": dict(options), "server": None, "preemptible": preemptible}
+    await handler.hub.quote_run(handler.user, asked)
 
 
 def _fields(handler: APIHandler, schedule: Schedule, key: str) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def test_jobs_and_definitions_by_the_api_of_jupyter_scheduler(
 
     definition = {**job, "name": "nightly", "schedule": "30 2 * * *", "timezone": "Europe/Vienna"}
     answer = jupyter(hub, member, "POST", "job_definitions", **{**definition, "schedule": "soon"})
-    assert "no cron expression" in answer.json()["message"]
+    assert "not a cron expression" in answer.json()["message"]
     made = ask("POST", "job_definitions", **definition)["job_definition_id"]
     [listed] = ask("GET", "job_definitions")["job_definitions"]
     assert (listed["schedule"], listed["timezone"], listed["active"]) == (
