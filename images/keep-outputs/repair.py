@@ -1,7 +1,7 @@
 """Repair jupyter-server-nbmodel 0.2.9, which counts letters where the document counts bytes.
 
-A line that is overwritten, with other letters than ASCII, such as a progress bar of rich: it would
-stop the server. Fails if the code is another one: then look whether this is still needed.
+Without it, a line that is overwritten and is not ASCII, such as a progress bar of tqdm, stops the
+server. The repair fails if the code has changed: then check whether it is still needed.
 """
 
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ def main():
     file = Path(spec.origin)
     text = file.read_text(encoding="utf-8")
     if text.count(WRONG) != 1:
-        raise SystemExit(f"{file} is not the code that is to be repaired")
+        raise SystemExit(f"{file} has changed: check whether this repair is still needed")
     file.write_text(text.replace(WRONG, RIGHT), encoding="utf-8")
 
 

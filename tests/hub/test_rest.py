@@ -4,6 +4,7 @@ member and, in a soak, a course's bot."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ c.JupyterHub.load_groups = {{"ml101": {{"users": ["ada", "bob"]}}, "other": {{"u
 """
 
 SETTINGS = Path(__file__).parents[1] / "support/schemathesis.toml"
+HOOKS = SETTINGS.with_name("schemathesis_hooks.py")
 
 
 @pytest.fixture(scope="module")
@@ -416,6 +418,7 @@ def test_service_conforms_to_its_openapi_document(
             f"{url}/services/gpu/api/openapi.json",
         ],
         cwd=tmp_path,
+        env={**os.environ, "SCHEMATHESIS_HOOKS": str(HOOKS)},
         capture_output=True,
         text=True,
     )

@@ -27,6 +27,7 @@ from tests.support.engine import PrivateEngine
 from tests.support.fault_points import FaultPoint
 from tests.support.gpu_hub import GPUHub
 from tests.support.images import BASE
+from tests.support.notebooks import new_notebook
 from tests.support.processes import free_port, wait_for
 
 CATALOG = f"""
@@ -76,21 +77,7 @@ print("cell {n}", flush=True)
 wait("end-{n}")
 """
 
-NOTEBOOK = {
-    "cells": [
-        {
-            "cell_type": "code",
-            "source": WAIT.replace("{n}", str(number)),
-            "metadata": {},
-            "outputs": [],
-            "execution_count": None,
-        }
-        for number in (1, 2, 3)
-    ],
-    "metadata": {"kernelspec": {"name": "python3", "display_name": "Python", "language": "python"}},
-    "nbformat": 4,
-    "nbformat_minor": 4,
-}
+NOTEBOOK = new_notebook(**{f"cell-{n}": WAIT.replace("{n}", str(n)) for n in (1, 2, 3)})
 
 PRINTED = [f"cell {n}\n" for n in (1, 2, 3)]
 

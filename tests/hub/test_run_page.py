@@ -33,7 +33,8 @@ c.GPUDockerSpawner.workspace_quota = lambda spawner: (5 << 20) * ("full" in spaw
 @pytest.fixture(scope="module")
 def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterator[GPUHub]:
     config = CONFIG.format(port=free_port(), folder=folder) + QUOTA
-    with GPUHub(folder / "hub", engine, config, catalog=CATALOG) as hub:
+    catalog = CATALOG.format(registry=free_port())
+    with GPUHub(folder / "hub", engine, config, catalog=catalog) as hub:
         yield hub
     engine.clean()
 

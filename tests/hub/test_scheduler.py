@@ -18,6 +18,7 @@ from tests.support.browser import screenshot
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
 from tests.support.images import SCHEDULER
+from tests.support.notebooks import new_notebook
 from tests.support.pages import PHONE, WIDE, add_cookies
 from tests.support.processes import free_port, wait_for
 
@@ -44,25 +45,10 @@ import gpuspawner
 gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 """
 
-NOTEBOOK = {
-    "cells": [
-        {
-            "cell_type": "code",
-            "id": name,
-            "source": source,
-            "metadata": {"tags": [name]},
-            "outputs": [],
-            "execution_count": None,
-        }
-        for name, source in (
-            ("parameters", "seed = 1"),
-            ("work", "import os\nprint('seed', seed, os.environ['GPUSPAWNER_GPU_COUNT'])"),
-        )
-    ],
-    "metadata": {"kernelspec": {"name": "python3", "display_name": "Python", "language": "python"}},
-    "nbformat": 4,
-    "nbformat_minor": 5,
-}
+NOTEBOOK = new_notebook(
+    parameters="seed = 1",
+    work="import os\nprint('seed', seed, os.environ['GPUSPAWNER_GPU_COUNT'])",
+)
 
 
 @pytest.fixture(scope="module")

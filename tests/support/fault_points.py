@@ -1,8 +1,8 @@
 """Moments on the way of a run at which a hub or its accounting service halts, to be killed there.
 
 The test arms a moment such as ``before grant``. The first process that gets there halts, the test
-kills what it wants to kill, and who is still alive goes on. ``tests.support.halting`` is the side
-of the hub and the service.
+kills one or two processes, and those that are still alive go on. ``tests.support.halting`` is the
+side of the hub and the service.
 """
 
 from __future__ import annotations
@@ -45,6 +45,6 @@ class FaultPoint:
         wait_for(lambda: self.is_reached, "a process that halts", timeout=60)
 
     def let_go(self) -> None:
-        """Let who halts go on."""
+        """Let the halted process go on."""
         self._reached.unlink(missing_ok=True)
         self._awaited.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
 """A hub whose members open notebooks in JupyterLab: in real containers, with workspaces in a folder
-of this machine, in which tests put notebooks and read what became of them."""
+of this machine, in which tests put notebooks and read the results."""
 
 from __future__ import annotations
 

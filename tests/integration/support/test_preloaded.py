@@ -128,7 +128,7 @@ def test_forked_service_outlives_a_killed_hub(tmp_path: Path) -> None:
     streams = [os.devnull, str(tmp_path / "out"), str(tmp_path / "err")]
     process = PRELOADED.start(["-c", hub], tmp_path, environment(), streams)
     wait_for((tmp_path / "began").exists, "the service")
-    service = int((tmp_path / "out").read_text())
+    service = int(wait_for((tmp_path / "out").read_text, "what the hub prints"))
     process.kill()
     process.wait(timeout=60)
     assert alive(service)
