@@ -109,7 +109,9 @@ class Services(LoggingConfigurable):
         self._delegate = delegate = make_delegate(self.settings.slurm, admit, self.log)
         source: DeviceSource = delegate or open_source(self.settings.devices.source)
         fresh_for = timedelta(seconds=self.settings.devices.refresh_seconds)
-        self.watch = InventoryCache(source, self.store, fresh_for)
+        # An external scheduler says itself how its devices are shared.
+        shared = None if delegate else self.settings.devices.read_shared_devices()
+        self.watch = InventoryCache(source, self.store, fresh_for, shared)
         self.machines = MachineService(self.store, delegate, self.log)
         self.devices = DeviceService(self.store, self.time, self.watch, self.machines)
         self.leaks = LeakService(self.store, self.time, self.devices.look, self.log)
@@ -266,6 +268,7 @@ def hub_services(
         found: Services = settings[KEY]
         return found
     services = Services(config)
+    services.watch.changes_slots = True
     path = identity_file(config)
     try:
         services.granter.identity = make_identity(path)

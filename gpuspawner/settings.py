@@ -7,11 +7,12 @@ import os
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from traitlets import Float, Unicode, default
+from traitlets import Dict, Float, Unicode, default
 from traitlets.config import Config, LoggingConfigurable
 
 from .core.errors import ConfigError
 from .db.engine import default_url
+from .devices.slots import check_shared_devices
 from .ledger.prices import GPURates
 from .ledger.settings import GPUCredits
 from .members.service import GPUMembers
@@ -84,6 +85,26 @@ class GPUDevices(LoggingConfigurable):
         """,
     )
 
+    shared_devices = Dict(
+        config=True,
+        help="""
+        Devices that several members may use at the same time, by part of a model's name or by
+        UUID, and into how many equal slots each is divided. Up to 16; 1 is a device that is not
+        shared. A UUID goes before a model, and the longer of two model names before the shorter.
+
+        Members take turns on such a device, and nothing keeps them from using more than their share
+        of its memory. A device gets another number of slots as soon as nobody uses it.
+
+        Example::
+
+            c.GPUDevices.shared_devices = {"T4": 4, "A100-40GB": 2}
+        """,
+    )
+
+    def read_shared_devices(self) -> dict[str, int]:
+        """Return the number of slots by model or UUID. Raises ConfigError."""
+        return check_shared_devices(self.shared_devices)
+
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
@@ -107,6 +128,7 @@ class ServiceSettings:
 
     def require_valid(self) -> None:
         """Raise ConfigError if a value has the right type but is not allowed."""
+        self.devices.read_shared_devices()
         self.rates.read()
         self.credits.policies  # noqa: B018 - parsing it raises ConfigError
         self.idle.read_policies()

@@ -22,7 +22,17 @@ import sqlalchemy as sa
 
 from ..leases.models import LeasedDevice
 from ..ledger.models import Transfer, member_account
-from .schema import as_text, audit, chain, lease_places, leases, postings, renames, transfers
+from .schema import (
+    COUNTED_PLACE,
+    as_text,
+    audit,
+    chain,
+    lease_places,
+    leases,
+    postings,
+    renames,
+    transfers,
+)
 
 _EMPTY = sha256()
 _ALL = sa.select(renames).order_by(renames.c.id.desc())
@@ -130,7 +140,10 @@ _CHANGES = sa.select(
 _TRANSFERS = tuple(
     transfers.c[name] for name in ("id", "key", "kind", "at", "actor", "reason", "lease_id")
 )
-_PLACES = tuple(lease_places.c[n] for n in ("uuid", "slot", "index", "model", "memory_bytes"))
+_PLACES = tuple(
+    lease_places.c[name]
+    for name in ("uuid", "slot", "index", "model", "memory_bytes", "slots", "held_slots")
+)
 _LEASE_FIELDS = (
     *("id", "user", "server_name", "account", "environment", "rate", "hold", "charged", "engine"),
     *("engine_ref", "granted_at", "started_at", "ended_at", "end_reason", "group", "seconds"),
@@ -143,7 +156,9 @@ TO_SEAL = (*_LEASE_COLUMNS, *_BEFORE)
 """What :func:`seal_row` needs of a lease, for the statement that ends it."""
 _LEASES = (
     sa.select(*_LEASE_COLUMNS, *_PLACES)
-    .select_from(leases.outerjoin(lease_places))
+    .select_from(
+        leases.outerjoin(lease_places, (lease_places.c.lease_id == leases.c.id) & COUNTED_PLACE)
+    )
     .order_by(leases.c.id, lease_places.c.uuid, lease_places.c.slot)
 )
 _ENDED = _LEASES.where(leases.c.ended_at.isnot(None))
@@ -197,7 +212,10 @@ def seal_row(
 ) -> None:
     """Seal a lease that has just ended; ``row`` has the columns in :data:`TO_SEAL`."""
     width = len(_LEASE_FIELDS)
-    places = sorted([d.uuid, d.slot, d.index, d.model, d.memory_bytes] for d in devices)
+    places = sorted(
+        _place_facts((d.uuid, d.slot, d.index, d.model, d.memory_bytes, d.slots, d.held_slots))
+        for d in devices
+    )
     facts = _facts((*row[:width], places))
     _write_seal(connection, LEASE, row[0], facts, row[width:])
 
@@ -367,8 +385,14 @@ def _leases(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[str, tuple[Any, ...
     width = len(_LEASE_FIELDS)
     for lease_id, found in groupby(rows, key=lambda row: str(row[0])):
         some = list(found)
-        places = sorted([*row[width:]] for row in some if row[width] is not None)
+        places = sorted(_place_facts(row[width:]) for row in some if row[width] is not None)
         yield lease_id, (*some[0][:width], places)
+
+
+def _place_facts(place: Sequence[Any]) -> list[Any]:
+    """Return what a seal covers of a place; of devices that are not shared, as older seals do."""
+    *known, slots, held_slots = place
+    return [*known, slots, held_slots] if slots > 1 else known
 
 
 def _rename_facts(rename: Rename) -> str:

@@ -1,6 +1,7 @@
 """The database schema: tables, indexes, and constraints that forbid the impossible.
 
 * one open lease for each (device, slot) and one for each server: partial unique indexes;
+* one slot of a shared device for each member: likewise;
 * one waiting ticket for each server: likewise;
 * transfers, postings, the audit log and its chain never change: triggers, in the migrations;
 * a transfer's idempotency key is unique;
@@ -214,10 +215,19 @@ lease_places = Table(
     Column("model", Text, nullable=False),
     Column("memory_bytes", BigInteger, nullable=False),
     Column("open", Boolean, nullable=False, default=True),
+    # How many slots the device had at the grant, and how many of them this row counts for: all in
+    # the first row of a lease of the whole device, and none in its other rows.
+    Column("slots", Integer, nullable=False, default=1, server_default=text("1")),
+    Column("held_slots", Integer, nullable=False, default=1, server_default=text("1")),
+    # The member who has one slot of a shared device; NULL for whole devices.
+    Column("sharer", Text),
 )
 # A literal too: from the column itself SQLAlchemy makes "open = 1" for SQLite.
 OPEN_PLACE: ColumnElement[bool] = literal_column("open")
 _partial("one_open_lease_a_slot", OPEN_PLACE, lease_places.c.uuid, lease_places.c.slot, unique=True)
+_partial("one_slot_a_member", OPEN_PLACE, lease_places.c.uuid, lease_places.c.sharer, unique=True)
+COUNTED_PLACE: ColumnElement[bool] = lease_places.c.held_slots > literal_column("0")
+"""Selects one row for each device of a lease."""
 
 tickets = Table(
     "tickets",

@@ -4,8 +4,11 @@ In this order:
 
   1. Never granted: a device that is not responding, is in MIG mode, is set to ``prohibited``, is
      fully taken, is occupied by a process without a lease, or has memory in use without a process.
+     A request for whole devices gets shared ones only while all their slots are free; a request for
+     a slot gets shared devices only, and none where its member has a slot already.
   2. Devices of one lease are distinct and of one model, so that a job runs evenly on all of them.
-  3. The tightest fit wins: the least memory that suffices, so that large devices stay free.
+  3. For a slot, devices in use go before empty ones, so that whole devices stay free. Then the
+     tightest fit wins: the least memory that suffices, so that large devices stay free.
   4. Of several equal fits: for N devices the best connected ones; for a single device the one that
      the other free devices miss least.
   5. Ties go to the lowest index, so that the same question always has the same answer.
@@ -17,12 +20,12 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from ..core.errors import NoDeviceFree, TooMuchAsked
-from ..leases.models import Request, Slot
+from ..leases.models import NO_SLOT, Request, Sharing, Slot
 from .models import Device, DeviceStatus, Inventory, model_matches, model_words
 from .topology import ALONE, LinkedDevices, Links, best_connected, neighbours
 
@@ -61,9 +64,16 @@ def suitable(request: Request, devices: Iterable[Device]) -> list[Device]:
     """Return the devices that the request allows, free or not.
 
     A model that is written exactly like a device's name means that model alone: a member who picked
-    ``NVIDIA A100-SXM4-40GB`` from a list does not get an instance of one.
+    ``NVIDIA A100-SXM4-40GB`` from a list does not get an instance of one. The memory of a slot is
+    its share of the device's.
     """
-    enough = [d for d in devices if d.memory_bytes >= request.memory_bytes]
+    is_slot = request.sharing is Sharing.SLOT
+    enough = [
+        d
+        for d in devices
+        if d.memory_bytes >= request.memory_bytes * (d.slots if is_slot else 1)
+        and (d.slots > 1 or not is_slot)
+    ]
     return of_model(request.model, of_environment(request, enough))
 
 
@@ -143,6 +153,49 @@ def too_much_asked(
     most = most_of_one_model(matching)
     said = _what_would_fit(request, existing, matching, most)
     return TooMuchAsked(said, asked=request.devices, most=most, existing=len(existing))
+
+
+def no_slot_free(
+    request: Request, matching: list[Device], candidates: list[Device], taken: Collection[Slot]
+) -> NoDeviceFree:
+    """Return the refusal of a request for a slot that can be granted later.
+
+    ``candidates`` are the devices with a free slot: there the member has a slot already.
+    """
+    if candidates:
+        return NoDeviceFree(
+            "You already have a share of each GPU with a free share, and a second one would share "
+            "it with yourself. Stop that server, or wait for another GPU.",
+            matching=len(matching),
+            free=0,
+        )
+    refusal = no_device_free(request, matching, [], taken)
+    slots = sum(device.slots for device in matching)
+    if refusal.fields["in_use"] == len(matching):
+        said = f"All {slots} shares of {_kind(len(matching), request)} are in use."
+        return NoDeviceFree(said, **refusal.fields)
+    return refusal
+
+
+def no_slot_ever(request: Request, existing: list[Device], matching: list[Device]) -> TooMuchAsked:
+    """Return the refusal of a request for a slot that waiting does not help."""
+    if matching:
+        said = f"A share is of one GPU, and you asked for {request.devices}. Ask for 1."
+    elif not any(device.slots > 1 for device in existing):
+        said = "This hub has no shared GPU. Ask for a whole one, or start without a GPU."
+    else:
+        said = _why_no_slot_suits(request, existing)
+    return TooMuchAsked(said, asked=request.devices, most=min(1, len(matching)))
+
+
+def _why_no_slot_suits(request: Request, existing: list[Device]) -> str:
+    shared = [device for device in existing if device.slots > 1]
+    named = of_model(request.model, of_environment(request, shared))
+    if named:
+        largest = format_memory(max(device.memory_bytes // device.slots for device in named))
+        return f"The largest share of {_kind(1, replace(request, memory_bytes=0))} has {largest}."
+    wanted = _wanted_model(request)
+    return f"No {wanted} GPU is shared on this hub. Shared are {_fleet(shared)}."
 
 
 def format_memory(memory_bytes: int) -> str:
@@ -264,15 +317,19 @@ def texts(places: Iterable[Slot]) -> frozenset[str]:
 class PlacementIndex:
     """All devices and their links, prepared for many questions with changing taken slots.
 
-    Immutable apart from its caches: what depends on devices and links alone is calculated once, and
-    between two choices only what changed. Taken slots are given as texts (see :func:`texts`), so
+    With ``slots_only``, every request is for a slot of its device. Immutable apart from its caches:
+    what depends on devices and links alone is calculated once, and between two choices only what
+    changed. Taken slots are given as texts (see :func:`texts`), so
     that Python's own sets do most of the work for a thousand devices: a choice takes a twentieth of
     a millisecond. Thread-safe.
     """
 
-    def __init__(self, devices: Sequence[Device], links: Links) -> None:
+    def __init__(
+        self, devices: Sequence[Device], links: Links, *, slots_only: bool = False
+    ) -> None:
         self.devices = devices
         self.links = links
+        self._slots_only = slots_only
         self.by_uuid = {device.uuid: device for device in devices}
         # An unknown device may answer again; a MIG parent or a prohibited one waits for an admin.
         existing = (
@@ -283,45 +340,87 @@ class PlacementIndex:
         self._existing = sorted(existing, key=_by_index)
         self._near = neighbours(links)
         leasable_ones = [device for device in devices if leasable(device) is None]
-        # Empty and without a lease: free unless a lease is added. An exclusive device is found by
-        # its first slot, a shared one by any.
-        self._idle = {Slot(d.uuid).text: d.uuid for d in leasable_ones if d.empty}
-        self._shared = {
-            Slot(d.uuid, slot).text: d
+        # Empty and without a lease: free unless a lease is added.
+        self._idle = {d.uuid: d for d in leasable_ones if d.empty}
+        self._shared = {d.uuid: d for d in leasable_ones if d.slots > 1}
+        self._by_text = {
+            Slot(d.uuid, slot).text: d.uuid
             for d in leasable_ones
-            if d.slots > 1
-            for slot in range(d.slots)
+            for slot in range(NO_SLOT, d.slots)
         }
         self._group = {uuid: near.group for uuid, near in self._near.items()}
         self._members = Counter(self._group.values())
         self._suitable = lru_cache(maxsize=64)(self._find_suitable)
         self._last: _Free | None = None
 
-    def choose(self, request: Request, taken: frozenset[str]) -> tuple[Slot, ...]:
+    def is_for_slot(self, request: Request) -> bool:
+        """Return True if the request gets one slot of its device, False if all of them."""
+        return request.sharing is Sharing.SLOT or (
+            self._slots_only and any(device.slots > 1 for device in self.devices)
+        )
+
+    def choose(
+        self, request: Request, taken: frozenset[str], *, shared: Collection[str] = ()
+    ) -> tuple[Slot, ...]:
         """Choose the slots for a request, on distinct devices, in the order of their indices.
 
-        ``taken`` are the slots of open leases. Raises NoDeviceFree if other devices would have to
-        become free first, TooMuchAsked if waiting would not help.
+        A request for a whole shared device gets its first slot here; the lease takes all of them.
+
+        Args:
+            request: What is asked for.
+            taken: The slots of open leases.
+            shared: UUIDs of the devices on which the member has a slot already.
+
+        Raises NoDeviceFree if other devices would have to become free first, TooMuchAsked if
+        waiting would not help.
         """
         if request.devices <= 0:
             return ()
+        if self.is_for_slot(request):
+            return (self._choose_slot(replace(request, sharing=Sharing.SLOT), taken, shared),)
         known = self._suitable(request.model, request.models, request.memory_bytes)
         if known.most < request.devices:
             raise too_much_asked(request, self._existing, list(known.devices))
         now = self._now(taken)
-        free = now.free
         if request.devices == 1 and (best := self._choose_one(known, now)):
-            return (_left(best, taken)[0],)
-        candidates = [device for device in known.devices if device.uuid in free]
+            return (Slot(best.uuid),)
+        candidates = [device for device in known.devices if device.uuid in now.free]
         if most_of_one_model(candidates) < request.devices:
             places = map(Slot.from_text, taken)
             raise no_device_free(request, list(known.devices), candidates, list(places))
         chosen = _choose_several(candidates, request.devices, self.links)
-        return tuple(_left(device, taken)[0] for device in chosen)
+        return tuple(Slot(device.uuid) for device in chosen)
 
     def free(self, taken: frozenset[str]) -> frozenset[str]:
-        """Return the UUIDs of the devices with a slot that could be granted now."""
+        """Return the UUIDs of the devices that could be granted whole now."""
         return self._now(taken).free
+
+    def free_slots(self, taken: frozenset[str]) -> dict[str, int]:
+        """Return how many slots could be granted now, by the UUIDs of shared devices."""
+        now = self._now(taken)
+        left = {
+            uuid: len(_left(device, taken))
+            for uuid, device in self._shared.items()
+            if uuid in now.free or uuid in now.partly
+        }
+        return {uuid: count for uuid, count in left.items() if count}
+
+    def _choose_slot(
+        self, request: Request, taken: frozenset[str], shared: Collection[str]
+    ) -> Slot:
+        matching = suitable(request, self._existing)
+        if not matching or request.devices > 1:
+            raise no_slot_ever(request, self._existing, matching)
+        left = self.free_slots(taken)
+        candidates = [device for device in matching if device.uuid in left]
+        others = [device for device in candidates if device.uuid not in shared]
+        if not others:
+            raise no_slot_free(request, matching, candidates, list(map(Slot.from_text, taken)))
+        best = min(
+            others,
+            key=lambda d: (left[d.uuid] == d.slots, d.memory_bytes, left[d.uuid], _by_index(d)),
+        )
+        return _left(best, taken)[0]
 
     def _now(self, taken: frozenset[str]) -> _Free:
         """Return what is free, derived from the last answer if that is nearly the same."""
@@ -337,31 +436,23 @@ class PlacementIndex:
         return now
 
     def _look(self, taken: frozenset[str]) -> _Free:
-        free = frozenset(map(self._idle.__getitem__, self._idle.keys() - taken))
-        partly = {
-            self._shared[text].uuid: self._shared[text] for text in self._shared.keys() & taken
-        }
-        free = free.union(uuid for uuid, device in partly.items() if _left(device, taken))
-        return _Free(taken, free, Counter(map(self._group.get, free)))
+        in_use = {uuid for text in taken if (uuid := self._by_text.get(text))}
+        free = frozenset(self._idle.keys() - in_use)
+        shared = in_use & self._shared.keys()
+        partly = frozenset(uuid for uuid in shared if not _is_closed(uuid, taken))
+        return _Free(taken, free, partly, Counter(map(self._group.get, free)))
 
     def _changed(self, last: _Free, taken: frozenset[str], changed: Collection[str]) -> _Free:
         """Update the last answer where only some slots were taken or returned since."""
-        shared = {device.uuid for text in changed if (device := self._shared.get(text))}
-        uuids = shared.union(uuid for text in changed if (uuid := self._idle.get(text)))
-        free = {uuid for uuid in uuids if self._gives(uuid, taken)}
+        uuids = {uuid for text in changed if (uuid := self._by_text.get(text))}
+        in_use = {uuid for uuid in uuids if _is_in_use(self.by_uuid[uuid], taken)}
+        free = {uuid for uuid in uuids - in_use if uuid in self._idle}
         left = Counter(last.left)
         left.update(self._group.get(uuid) for uuid in free - last.free)
         left.subtract(self._group.get(uuid) for uuid in (uuids - free) & last.free)
-        return _Free(taken, last.free - uuids | free, left)
-
-    def _gives(self, uuid: str, taken: frozenset[str]) -> bool:
-        """Return True if a leasable device has a slot that could be granted now."""
-        first = Slot(uuid).text
-        if first in self._idle and first not in taken:
-            return True
-        device = self.by_uuid[uuid]
-        left = _left(device, taken)
-        return 0 < len(left) < device.slots
+        shared = in_use & self._shared.keys()
+        partly = last.partly - uuids | {uuid for uuid in shared if not _is_closed(uuid, taken)}
+        return _Free(taken, last.free - uuids | free, partly, left)
 
     def _choose_one(self, known: _Suitable, now: _Free) -> Device | None:
         """Choose the tightest fit, and among equals the device that others miss least.
@@ -417,7 +508,9 @@ class _Free:
 
     taken: frozenset[str]
     free: frozenset[str]
-    """UUIDs of devices."""
+    """UUIDs of devices without a lease."""
+    partly: frozenset[str]
+    """UUIDs of shared devices with leases that are not closed, whether a slot is left or not."""
     left: Counter[int | None]
     """How many of each group are free."""
 
@@ -459,6 +552,15 @@ def _left(device: Device, taken: frozenset[str]) -> list[Slot]:
     """Return the untaken slots of a device."""
     places = (Slot(device.uuid, slot) for slot in range(device.slots))
     return [place for place in places if place.text not in taken]
+
+
+def _is_in_use(device: Device, taken: frozenset[str]) -> bool:
+    """Return True if any slot of a device is taken, or if it is closed."""
+    return len(_left(device, taken)) < device.slots or _is_closed(device.uuid, taken)
+
+
+def _is_closed(uuid: str, taken: frozenset[str]) -> bool:
+    return Slot.closure(uuid).text in taken
 
 
 def _by_index(device: Device) -> tuple[int, str]:

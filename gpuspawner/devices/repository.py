@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -63,6 +64,25 @@ def save_devices(
         elif device != before[uuid]:
             changed = sa.update(devices).where(devices.c.uuid == uuid)
             connection.execute(changed.values(_row(device, inventory)))
+
+
+def change_slots(connection: sa.Connection, wanted: Mapping[str, int]) -> frozenset[str]:
+    """Change the number of slots of devices without a lease; returns the UUIDs of these.
+
+    Grants compare the number in their own transaction (:func:`slots_of`).
+    """
+    used = {place.uuid for place in leases_repository.taken(connection)}
+    unused = wanted.keys() - used
+    for uuid in unused:
+        this = sa.update(devices).where(devices.c.uuid == uuid)
+        connection.execute(this.values(slots=wanted[uuid]))
+    return frozenset(unused)
+
+
+def slots_of(connection: sa.Connection, uuids: Collection[str]) -> dict[str, int]:
+    """Return the number of slots of each of these devices."""
+    query = sa.select(devices.c.uuid, devices.c.slots).where(devices.c.uuid.in_(uuids))
+    return {row.uuid: row.slots for row in connection.execute(query)}
 
 
 def _row(device: Device, inventory: Inventory) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from datetime import datetime, timedelta
 
 import sqlalchemy as sa
 
-from ..core.errors import GPUSpawnerError, InvalidRequest
+from ..core.errors import GPUSpawnerError, InvalidRequest, NoDeviceFree
 from ..core.text import checked_reason, short_text
 from ..db import audit_log
 from ..db.engine import Store
 from ..leases import repository as leases_repository
+from ..leases.models import LeasedDevice
 from . import closures, repository
 from .closures import GRANTING, HEALTH, LEAK, Closure, kept_for
 from .models import Device, MachineScheduler
@@ -182,6 +183,14 @@ class DeviceService:
     def look(self, *, fresh: bool = False) -> InventorySnapshot:
         """Return the latest snapshot of the devices (at most ``refresh_seconds`` old)."""
         return self.inventory.look(self.clock(), fresh=fresh)
+
+    def require_same_slots(
+        self, connection: sa.Connection, devices: Collection[LeasedDevice]
+    ) -> None:
+        """Raise NoDeviceFree if a device has another number of slots by now; then look again."""
+        now = repository.slots_of(connection, [device.uuid for device in devices])
+        if any(now.get(device.uuid, device.slots) != device.slots for device in devices):
+            raise NoDeviceFree("The way in which a GPU is shared has just changed.", occupied=1)
 
     def closures(self) -> dict[str, Closure]:
         """Return everything that is closed to new leases, by subject."""

@@ -19,6 +19,7 @@ from . import repository
 from .closures import LEAK, Closure, kept_for
 from .models import Device, DeviceStatus, Inventory
 from .placement import PlacementIndex, leasable
+from .slots import slots_wanted, with_slots
 from .source import DeviceSource
 
 SAVE_EVERY = timedelta(minutes=1)
@@ -33,15 +34,31 @@ class InventorySnapshot:
     inventory: Inventory
     fleet: PlacementIndex
     """The same devices, prepared for placement."""
+    can_be_shared: bool = False
+    """True if the number of slots of a device may change."""
 
 
 class InventoryCache:
-    """Observes a source at most every ``refresh`` and keeps the store's device table current."""
+    """Observes a source at most every ``refresh`` and keeps the store's device table current.
 
-    def __init__(self, source: DeviceSource, store: Store, refresh: timedelta) -> None:
+    ``shared`` has the numbers of slots that an admin wants, by model or UUID; None if the source
+    says itself how its devices are shared. Only the hub changes them, when nobody uses a device:
+    all other processes take them from the table.
+    """
+
+    def __init__(
+        self,
+        source: DeviceSource,
+        store: Store,
+        refresh: timedelta,
+        shared: Mapping[str, int] | None = None,
+    ) -> None:
         self.source = source
         self.store = store
         self.refresh = refresh
+        self.shared = shared
+        self.changes_slots = False
+        """True in the hub."""
         self._lock = threading.Lock()
         self._look: InventorySnapshot | None = None
         self._stale = False
@@ -58,20 +75,38 @@ class InventoryCache:
                 return last
             self._stale = False
             inventory = self.source.observe(now)
-            if self._known is None:
+            late = self._saved_at is None or abs(now - self._saved_at) >= SAVE_EVERY
+            if self._known is None or (late and self.shared and not self.changes_slots):
                 self._known = self.store.run(self._rows)
+            inventory = self._with_slots(inventory, self._known)
             if last and _nothing_new(last.inventory, inventory):
                 seen, fleet = last.devices, last.fleet
             else:
                 seen = repository.as_seen(self._known, inventory)
-                fleet = PlacementIndex(seen, inventory.links)
-            late = self._saved_at is None or abs(now - self._saved_at) >= SAVE_EVERY
+                fleet = PlacementIndex(seen, inventory.links, slots_only=self.shared is None)
             if late or seen != self._known:
                 self._save(inventory)
                 self._saved_at = now
             self._known = seen
-            self._look = InventorySnapshot(seen, inventory, fleet)
+            can_be_shared = self.shared is not None and (
+                bool(self.shared) or any(device.slots > 1 for device in seen)
+            )
+            self._look = InventorySnapshot(seen, inventory, fleet, can_be_shared)
             return self._look
+
+    def _with_slots(self, inventory: Inventory, known: Sequence[Device]) -> Inventory:
+        """Return the inventory with the devices' numbers of slots; the hub changes them here."""
+        if self.shared is None:
+            return inventory
+        slots = {device.uuid: device.slots for device in known}
+        devices = with_slots(inventory.devices, self.shared, slots, ())
+        wanted = {device.uuid: slots_wanted(device, self.shared) for device in devices}
+        other = {d.uuid: wanted[d.uuid] for d in devices if d.slots != wanted[d.uuid]}
+        if other and self.changes_slots:
+            with self.store.write() as connection:
+                changed = repository.change_slots(connection, other)
+            devices = with_slots(devices, self.shared, slots, changed)
+        return replace(inventory, devices=devices)
 
     def forget(self) -> None:
         """Take a new snapshot next time: a server is gone, and so are its processes."""
@@ -83,9 +118,18 @@ class InventoryCache:
     def _save(self, inventory: Inventory) -> None:
         # Another process may have written what it saw: compare with the rows themselves.
         known = self.store.run(self._rows)
-        if repository.as_seen(known, inventory) != known:
+        if repository.as_seen(known, self._keep_slots(inventory, known)) != known:
             with self.store.write() as connection:
-                repository.save_devices(connection, self._rows(connection), inventory)
+                known = self._rows(connection)
+                inventory = self._keep_slots(inventory, known)
+                repository.save_devices(connection, known, inventory)
+
+    def _keep_slots(self, inventory: Inventory, known: Sequence[Device]) -> Inventory:
+        """Return the inventory with the numbers of slots in the table, unless this is the hub."""
+        if self.shared is None or self.changes_slots:
+            return inventory
+        slots = {device.uuid: device.slots for device in known}
+        return replace(inventory, devices=with_slots(inventory.devices, self.shared, slots, ()))
 
 
 def _nothing_new(before: Inventory, now: Inventory) -> bool:

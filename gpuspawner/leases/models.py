@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import Enum
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 RUN_PREFIX = "run:"
@@ -53,6 +54,15 @@ class ServerRef:
         return LeaseKind.RUN if self.run_id else LeaseKind.SERVER
 
 
+class Sharing(str, Enum):
+    """How much of each device a request asks for."""
+
+    WHOLE = "whole"
+    """The device alone: all slots of a shared one."""
+    SLOT = "slot"
+    """One slot of a shared device."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What a member asks for, after validation."""
@@ -69,6 +79,11 @@ class Request:
     """The oldest driver that the environment supports; empty means any."""
     min_cuda: str = ""
     """The oldest CUDA version that the driver must support; empty means any."""
+    sharing: Sharing = Sharing.WHOLE
+
+
+NO_SLOT = -1
+"""The number of a slot that no device has: where it is taken, the device is closed."""
 
 
 class Slot(NamedTuple):
@@ -76,6 +91,11 @@ class Slot(NamedTuple):
 
     uuid: str
     slot: int = 0
+
+    @classmethod
+    def closure(cls, uuid: str) -> Slot:
+        """Return what is taken while all slots of a device are closed to a request."""
+        return cls(uuid, NO_SLOT)
 
     @property
     def text(self) -> str:
@@ -95,9 +115,30 @@ class LeasedDevice:
 
     uuid: str
     slot: int
+    """The slot; the first one if the lease holds all of them."""
     index: int
     model: str
     memory_bytes: int
+    """Memory of the whole device."""
+    slots: int = 1
+    """How many slots the device has: 1 if it is not shared."""
+    held_slots: int = 1
+    """How many of them the lease holds: one or all."""
+
+    @property
+    def is_shared(self) -> bool:
+        """True if other leases may be on the device at the same time."""
+        return self.held_slots < self.slots
+
+    @property
+    def share(self) -> int | Fraction:
+        """The part of the device that the lease holds: 1, or such as 1/4."""
+        return Fraction(self.held_slots, self.slots) if self.is_shared else 1
+
+    @property
+    def share_bytes(self) -> int:
+        """The device's memory, divided equally among its slots."""
+        return self.memory_bytes * self.held_slots // self.slots
 
 
 class LeaseState(str, Enum):
@@ -225,6 +266,11 @@ class Lease:
     def uuids(self) -> tuple[str, ...]:
         """The UUIDs of the leased devices."""
         return tuple(d.uuid for d in self.devices)
+
+    @property
+    def device_equivalents(self) -> int | Fraction:
+        """How many devices it holds; one of four slots counts as 1/4."""
+        return sum(device.share for device in self.devices)
 
     @property
     def held(self) -> int:

@@ -7,7 +7,7 @@ see why and end it. The grant to the server itself reopens the devices, in its o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -18,6 +18,7 @@ from sqlalchemy.exc import IntegrityError
 from ..core.errors import NoDeviceFree, ServerHasLease, UnknownLease
 from ..db import hash_chain
 from ..db.schema import (
+    COUNTED_PLACE,
     OPEN_LEASE,
     OPEN_PLACE,
     OPEN_TICKET,
@@ -31,7 +32,7 @@ from ..db.schema import (
 from ..devices import closures as devices_closures
 from ..devices.closures import Closure, keeper, kept_for
 from ..monitoring import repository as monitoring_repository
-from .models import Lease, LeasedDevice, LeaseState, ServerRef, Slot
+from .models import NO_SLOT, Lease, LeasedDevice, LeaseState, ServerRef, Slot
 
 _LEASE_FIELDS = tuple(n for n in Lease.__dataclass_fields__ if n not in ("server", "devices"))
 _PLACE_FIELDS = tuple(LeasedDevice.__dataclass_fields__)
@@ -44,7 +45,7 @@ _left = leases.c.hold - leases.c.charged
 # collect garbage more often, while the hub stands still.
 _place = lease_places.c.uuid + ":" + sa.cast(lease_places.c.slot, sa.Text)
 PLACES = sa.select(sa.func.aggregate_strings(_place, " ")).where(OPEN_PLACE)
-CLOSED = sa.select(sa.func.aggregate_strings(closures.c.subject + ":0", " "))
+CLOSED = sa.select(sa.func.aggregate_strings(closures.c.subject + f":{NO_SLOT}", " "))
 """The two parts that :func:`places_taken` reads."""
 _PLACES = PLACES.add_columns(CLOSED.scalar_subquery())
 _TAKEN = sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(
@@ -58,7 +59,9 @@ _SELECTED = (
 )
 _LEASES = (
     sa.select(*_SELECTED)
-    .select_from(leases.outerjoin(lease_places))
+    .select_from(
+        leases.outerjoin(lease_places, (lease_places.c.lease_id == leases.c.id) & COUNTED_PLACE)
+    )
     .order_by(leases.c.granted_at, leases.c.id, lease_places.c.index)
 )
 _ONE = _LEASES.where(leases.c.id == sa.bindparam("lease"))
@@ -84,7 +87,7 @@ _newest = sa.select(sa.func.max(lots.c.ends_at)).where(lots.c.account == leases.
 _ONE_TO_END = _ONE_LOCKED.add_columns(_newest.scalar_subquery())
 _PLACES_OF = (
     sa.select(*_SELECTED[_AT_PLACE:])
-    .where(lease_places.c.lease_id == sa.bindparam("lease"))
+    .where(lease_places.c.lease_id == sa.bindparam("lease"), COUNTED_PLACE)
     .order_by(lease_places.c.index)
 )
 _this = leases.c.id == sa.bindparam("lease")
@@ -139,7 +142,7 @@ def taken(connection: sa.Connection) -> dict[Slot, str]:
 
 
 def places_taken(connection: sa.Connection) -> frozenset[str]:
-    """Return the slots of all open leases and the first slot of each closed device, as texts.
+    """Return the slots of all open leases and the closure of each closed device, as texts.
 
     A pause of all grants counts as the closed device "granting".
     """
@@ -198,21 +201,33 @@ def insert(connection: sa.Connection, lease: Lease) -> None:
     row = {name: getattr(lease, name) for name in _LEASE_FIELDS}
     row |= {"user": lease.server.user, "server_name": lease.server.name}
     row["state"] = lease.state.value
-    places = [
-        {name: getattr(device, name) for name in _PLACE_FIELDS}
-        | {"lease_id": lease.id, "open": True}
-        for device in lease.devices
-    ]
+    places = [row for device in lease.devices for row in _place_rows(lease, device)]
     try:
         connection.execute(sa.insert(leases), row)
         if places:
             connection.execute(sa.insert(lease_places), places)
     except IntegrityError as error:
-        if "one_open_lease_a_slot" in str(error) or "lease_places.uuid" in str(error):
+        taken = ("one_open_lease_a_slot", "one_slot_a_member", "lease_places.uuid")
+        if any(name in str(error) for name in taken):
             raise NoDeviceFree("Another session just took the GPU. Try again.") from None
         if "one_open_lease_a_server" in str(error) or "leases.user" in str(error):
             raise ServerHasLease() from None
         raise
+
+
+def _place_rows(lease: Lease, device: LeasedDevice) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a leased device: one for each slot, of which the first one counts."""
+    row = {name: getattr(device, name) for name in _PLACE_FIELDS}
+    row |= {"lease_id": lease.id, "open": True}
+    yield row | {"sharer": lease.server.user if device.is_shared else None}
+    for slot in range(1, device.held_slots):
+        yield row | {"slot": slot, "held_slots": 0, "sharer": None}
+
+
+def shared_by(connection: sa.Connection, user: str) -> frozenset[str]:
+    """Return the UUIDs of the devices on which a member has a slot."""
+    mine = sa.select(lease_places.c.uuid).where(OPEN_PLACE, lease_places.c.sharer == user)
+    return frozenset(connection.execute(mine).scalars())
 
 
 def get(connection: sa.Connection, lease_id: str, *, lock: bool = False) -> Lease:

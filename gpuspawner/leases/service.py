@@ -35,8 +35,8 @@ from ..members.service import require_member
 from . import allocation, reconciliation, repository
 from .models import Lease, LeasedDevice, LeaseState, Request, ServerRef, Sighting, Slot, Terms
 
-PAUSED = Slot(GRANTING).text
-"""The slot that is occupied while granting is paused."""
+PAUSED = Slot.closure(GRANTING).text
+"""What is taken while granting is paused."""
 
 ON_THIS_HOST = ("docker", "local")
 """Engines whose servers end when this machine goes down."""
@@ -159,7 +159,7 @@ class LeaseService:
             require_member(connection, server.user)
         if known.lease_id:
             raise ServerHasLease()
-        places: tuple[Slot, ...] = ()
+        devices: tuple[LeasedDevice, ...] = ()
         taken = known.taken
         if known.kept:
             for uuid in known.kept:  # reopened, whatever is requested
@@ -174,12 +174,16 @@ class LeaseService:
                 raise GrantingPaused(
                     why=devices_closures.load(connection)[GRANTING].reason or "maintenance"
                 )
-            places = look.fleet.choose(request, taken | kept if kept else taken)
-        chosen = [look.fleet.by_uuid[place.uuid] for place in places]
-        devices = tuple(map(_leased, places, chosen))
+            fleet = look.fleet
+            is_slot = fleet.is_for_slot(request)
+            shared = repository.shared_by(connection, server.user) if is_slot else ()
+            places = fleet.choose(request, taken | kept if kept else taken, shared=shared)
+            devices = tuple(_leased(each, fleet.by_uuid[each.uuid], is_slot) for each in places)
+            if look.can_be_shared:
+                self.devices.require_same_slots(connection, devices)
         rates = self.prices.rates_in(connection) if known.has_rates else self.prices.configured
         cards = (rates.card(at, request.environment) for at in priced_at(now, shown_at))
-        rate = min(card.price(chosen) for card in cards)
+        rate = min(card.price(devices) for card in cards)
         if terms.get("preemptible"):
             rate = self.prices.preemptible(rate)
         payer = known.account
@@ -469,9 +473,8 @@ def _awaited(lease: Lease) -> bool:
 
 
 def slots_beside(uuids: Collection[str], fleet: PlacementIndex) -> frozenset[str]:
-    """Return the slots on all devices but these, as texts."""
-    others = [device for device in fleet.devices if device.uuid not in uuids]
-    return texts(Slot(device.uuid, slot) for device in others for slot in range(device.slots))
+    """Return the closures of all devices but these, as texts."""
+    return texts(Slot.closure(d.uuid) for d in fleet.devices if d.uuid not in uuids)
 
 
 def require_seen(look: InventorySnapshot, request: Request) -> None:
@@ -488,5 +491,8 @@ def require_seen(look: InventorySnapshot, request: Request) -> None:
     must_run(request, look.inventory)
 
 
-def _leased(place: Slot, device: Device) -> LeasedDevice:
-    return LeasedDevice(*place, device.index, device.model, device.memory_bytes)
+def _leased(place: Slot, device: Device, is_slot: bool) -> LeasedDevice:
+    held_slots = 1 if is_slot else device.slots
+    return LeasedDevice(
+        *place, device.index, device.model, device.memory_bytes, device.slots, held_slots
+    )

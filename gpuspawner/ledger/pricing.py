@@ -18,7 +18,8 @@ from zoneinfo import ZoneInfo
 
 from ..core.errors import ConfigError
 from ..core.units import MICRO, parse_credits
-from ..devices.models import Device, model_matches, model_words
+from ..devices.models import model_matches, model_words
+from ..leases.models import LeasedDevice
 
 DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 
@@ -206,9 +207,12 @@ class RateCard:
                 return rate.amount
         return -(-MICRO // slots)
 
-    def price(self, devices: Iterable[Device]) -> int:
-        """Return the microcredits per hour for a slot on each of these devices; 0 for none."""
-        return sum(self.rate_of(device.model, device.slots) for device in devices)
+    def price(self, devices: Iterable[LeasedDevice]) -> int:
+        """Return the microcredits per hour for what is leased of these devices; 0 for none."""
+        return sum(
+            self.rate_of(device.model, device.slots if device.is_shared else 1)
+            for device in devices
+        )
 
 
 @dataclass(frozen=True, slots=True)

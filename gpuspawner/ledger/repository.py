@@ -16,6 +16,7 @@ from sqlalchemy.exc import DataError, IntegrityError
 from ..core.errors import LedgerError, UnknownAccount
 from ..db import hash_chain
 from ..db.schema import (
+    COUNTED_PLACE,
     OPEN_LEASE,
     OPEN_PLACE,
     accounts,
@@ -275,7 +276,7 @@ _bounded = leases.c.when_dry == OVERDRAFT
 """True for leases whose charges are limited one by one."""
 _costs = sa.and_(OPEN_LEASE, leases.c.state == LeaseState.RUNNING.value, leases.c.rate > 0)
 _RUNNING = sa.select(*_SELECTED).where(_costs, ~_bounded)
-_MODELS = sa.select(lease_places.c.lease_id, lease_places.c.model).where(OPEN_PLACE)
+_MODELS = sa.select(lease_places.c.lease_id, lease_places.c.model).where(OPEN_PLACE, COUNTED_PLACE)
 _CHARGED = sa.update(leases).where(leases.c.id == sa.bindparam("lease"))
 _CHARGE_TOO_LARGE = "an account would have more than an account can hold; refund what was charged"
 
@@ -304,7 +305,9 @@ for _name, _ran in _RAN.items():
     _some = sa.select(leases.c.id).where(_costs, ~_bounded, _begun)
     _PORTION[_name] = (
         sa.select(*_SELECTED, lease_places.c.model)
-        .select_from(leases.outerjoin(lease_places))
+        .select_from(
+            leases.outerjoin(lease_places, (lease_places.c.lease_id == leases.c.id) & COUNTED_PLACE)
+        )
         .where(leases.c.id.in_(_some.limit(sa.bindparam("most", type_=sa.Integer))))
     )
     _ACCOUNTS[_name] = sa.select(leases.c.account).where(_costs, _bounded, _begun).distinct()

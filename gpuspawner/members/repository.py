@@ -26,6 +26,7 @@ from ..db.schema import (
     batch_jobs,
     folder_members,
     folders,
+    lease_places,
     leases,
     lots,
     member_groups,
@@ -196,6 +197,7 @@ def _entry(row: sa.RowMapping) -> RosterEntry:
 
 NAMES = (
     leases.c.user,
+    lease_places.c.sharer,
     tickets.c.user,
     notices.c.user,
     runs.c.user,

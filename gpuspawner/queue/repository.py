@@ -13,9 +13,17 @@ from sqlalchemy.exc import IntegrityError
 
 from ..core.errors import ServerWaits, UnknownTicket
 from ..core.times import at_second
-from ..db.schema import OPEN_LEASE, OPEN_PLACE, OPEN_TICKET, lease_places, leases, tickets
+from ..db.schema import (
+    COUNTED_PLACE,
+    OPEN_LEASE,
+    OPEN_PLACE,
+    OPEN_TICKET,
+    lease_places,
+    leases,
+    tickets,
+)
 from ..leases import repository as leases_repository
-from ..leases.models import Lease, Request, ServerRef
+from ..leases.models import Lease, Request, ServerRef, Sharing
 from .models import Estimate, StoredEstimate, Ticket
 
 _FIELDS = tuple(n for n in Ticket.__dataclass_fields__ if n not in ("server", "request", "options"))
@@ -210,6 +218,7 @@ def _ticket(row: Sequence[Any]) -> Ticket:
     user, server_name, request_text, options_text, *values = row
     request = json.loads(request_text)
     request["models"] = tuple(request["models"])
+    request["sharing"] = Sharing(request.get("sharing", Sharing.WHOLE))
     return Ticket(
         server=ServerRef(user, server_name),
         request=Request(**request),
@@ -288,9 +297,9 @@ def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
             sa.func.min(lease_places.c.memory_bytes),
         )
         .select_from(
-            leases.join(lease_places, lease_places.c.lease_id == leases.c.id).outerjoin(
-                tickets, tickets.c.id == leases.c.ticket_id
-            )
+            leases.join(
+                lease_places, (lease_places.c.lease_id == leases.c.id) & COUNTED_PLACE
+            ).outerjoin(tickets, tickets.c.id == leases.c.ticket_id)
         )
         .where(leases.c.granted_at >= since, ~leases.c.preemptible)
         .group_by(leases.c.id, tickets.c.created_at)

@@ -658,14 +658,14 @@ class QueueService:
         self.leases.require_credits(payer, hold, rate, lead)
 
     def _kept_for_others(self, ticket: Ticket) -> frozenset[str]:
-        """Return the first slots, as texts, of devices of other kinds than the scheduler chose."""
+        """Return the closures, as texts, of devices of other kinds than the scheduler chose."""
         return self._of_other_kinds(self.positions.decide().on.get(ticket.id))
 
     def _of_other_kinds(self, kind: str | None) -> frozenset[str]:
         fleet = self.line.supply.fleet
-        kept = {Slot(uuid) for uuid in self.line.closed if uuid in fleet.by_uuid}
+        kept = {Slot.closure(uuid) for uuid in self.line.closed if uuid in fleet.by_uuid}
         if kind is not None:
-            kept |= {Slot(d.uuid) for d in fleet.devices if kind_of(d) != kind}
+            kept |= {Slot.closure(d.uuid) for d in fleet.devices if kind_of(d) != kind}
         return texts(kept)
 
 

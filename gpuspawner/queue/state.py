@@ -183,7 +183,7 @@ class QueueState:
 
     def _sync_supply(self, fleet: PlacementIndex, taken: frozenset[str]) -> bool:
         before = self.supply
-        closed = {Slot(uuid).text for uuid in self.closed if uuid in fleet.by_uuid}
+        closed = {Slot.closure(uuid).text for uuid in self.closed if uuid in fleet.by_uuid}
         held = {Slot.from_text(text).uuid for text in taken}
         free = fleet.free(taken | closed) - self.closed.keys()
         self.supply = DeviceSupply(

@@ -111,7 +111,9 @@ def config_of(**settings: Any) -> Config:
 
 def make_services(clock: Callable[[], datetime] | None = None, **settings: Any) -> Services:
     """Services with these settings. Close its store."""
-    return Services(config_of(**settings), clock=clock)
+    services = Services(config_of(**settings), clock=clock)
+    services.watch.changes_slots = True  # as in a hub
+    return services
 
 
 @contextmanager

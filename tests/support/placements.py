@@ -22,6 +22,7 @@ def choose(
 
 def free_slots(devices: Sequence[Device], taken: Collection[Slot] = ()) -> list[Slot]:
     """Every slot that could be granted now, in the order of the devices."""
-    free = PlacementIndex(devices, {}).free(texts(taken))
+    index, texts_taken = PlacementIndex(devices, {}), texts(taken)
+    free = index.free(texts_taken) | index.free_slots(texts_taken).keys()
     slots = [Slot(device.uuid, slot) for device in devices for slot in range(device.slots)]
     return [slot for slot in slots if slot.uuid in free and slot not in taken]

@@ -71,10 +71,12 @@ def test_allocation_sees_grants_and_ends(store: Store) -> None:
 def test_drained_device_stays_taken_after_its_lease_ends(store: Store) -> None:
     grant(store, "one", "GPU-1")
     assert seen(store) == {"GPU-1:0"}
+    closed = Slot.closure("GPU-1").text
     with store.write() as connection:
         closures.close(connection, closures.Closure("GPU-1", T0, "kim", "a new fan"))
+    assert seen(store) == {"GPU-1:0", closed}
     end(store, "one")
-    assert seen(store) == {"GPU-1:0"}
+    assert seen(store) == {closed}
     with store.write() as connection:
         closures.reopen(connection, "GPU-1")
     assert seen(store) == set()

@@ -331,10 +331,9 @@ def feasible_sets(
             return False
         if ignoring:
             return True
-        mine = {place.slot for place in taken if place.uuid == d.uuid}
-        if d.status is not DeviceStatus.OK or len(mine) == d.slots:
+        if d.status is not DeviceStatus.OK or any(place.uuid == d.uuid for place in taken):
             return False
-        return bool(mine) or all(p.kind != "compute" for p in d.processes)
+        return all(p.kind != "compute" for p in d.processes)
 
     possible = sorted((d for d in devices if allowed(d)), key=lambda d: d.index)
     return [

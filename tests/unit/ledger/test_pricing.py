@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpuspawner.core.errors import ConfigError
 from gpuspawner.core.units import MICRO
-from gpuspawner.leases.models import LeaseState
+from gpuspawner.leases.models import LeasedDevice, LeaseState
 from gpuspawner.ledger import rules as ledger_rules
 from gpuspawner.ledger.pricing import (
     MAX_RATE,
@@ -90,12 +89,18 @@ def test_rates_apply_at_their_hours_and_dates() -> None:
     assert Rates.of([Rate(amount=4)]).next_change(NOON) is None
 
 
+def leased(model: str, slots: int = 1, held_slots: int = 1) -> LeasedDevice:
+    return LeasedDevice("GPU-1", 0, 0, model, 80 * 2**30, slots, held_slots)
+
+
 def test_price_sums_devices_and_rounds_slots_up() -> None:
     rates = Rates.of([Rate(amount=100), Rate(amount=40, slots=4)])
     assert [price(rates, slots=n) for n in (1, 2, 3, 4)] == [100, 50, 34, 40]
     assert RateCard().rate_of("any", 3) == 333_334
     card = rates.card(NOON)
-    assert card.price([SimpleNamespace(model=A100, slots=n) for n in (1, 4)]) == 140
+    whole, one_slot, all_slots = leased(A100), leased(A100, 4), leased(A100, 4, 4)
+    assert card.price([whole, one_slot]) == 140
+    assert card.price([all_slots]) == 100, "all slots of a device cost what the device costs"
     assert card.price([]) == 0
 
     card = card_of({"A100": 4})
@@ -190,7 +195,7 @@ def test_price_shown_is_the_price_paid(
 ) -> None:
     rates = Rates.of(found)
     shown = sum(rates.card(at, "lab").rate_of(model) for model in models)
-    devices = [SimpleNamespace(model=model, slots=1) for model in models]
+    devices = [leased(model) for model in models]
     rate = rates.card(at, "lab").price(devices)  # as a grant copies it
     lease = lease_of("ada", rate=rate, granted_at=at, started_at=at, state=LeaseState.RUNNING)
     paid = 0
