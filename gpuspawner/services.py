@@ -47,6 +47,7 @@ from .queue.state import QueueState
 from .runs.schedule_service import ScheduleService
 from .runs.service import RunService
 from .settings import ServiceSettings
+from .sharing.memory_service import MemoryGuardService
 from .slurm.job_billing import ClusterAuditService, JobBillingService
 from .slurm.service import ClusterMemberService
 from .storage.archives import WorkspaceArchiver, WorkspaceJobs, archives_folder
@@ -199,6 +200,7 @@ class Services(LoggingConfigurable):
     def _make_monitoring(self) -> None:
         store, now, settings = self.store, self.time, self.settings
         self.audit = AuditService(store)
+        self.memory_guard = MemoryGuardService(store, now)
         self.monitoring = MonitoringService(store, now, self.devices, self.prices)
         self.idle = IdleService(store, now, lambda: now.skew, settings.idle, self.log)
         self.health = HealthService(

@@ -521,6 +521,12 @@ SLOW_EVERY = 10.0
 CONDITION_EVERY = 60.0
 """Seconds between two readings of rarely changing values."""
 
+WATCHED_EVERY = 5.0
+"""Seconds between two lists of the processes on a watched device."""
+
+NEARLY_FULL = 0.9
+"""The part of its memory from which a watched device's processes are listed in every sample."""
+
 MOST_EVENTS = 64
 """How many events are read at once: a sick device reports them endlessly."""
 
@@ -532,6 +538,8 @@ class _KeptReadings:
     slow_at: float = -math.inf
     condition_at: float = -math.inf
     listed_at: float = -math.inf
+    processes_at: float | None = None
+    """When the processes were listed; ``listed_at`` is when it was their turn."""
     slow: dict[str, Any] = field(default_factory=dict)
     processes: tuple[DeviceProcess, ...] | None = None
     condition: Condition | None = None
@@ -553,6 +561,7 @@ class NVMLSampler:
         self._ailing = False
         self._clock = 0.0
         self._turn = ""
+        self.watched: frozenset[str] = frozenset()
 
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
         """Sample every device that is or was present.
@@ -642,8 +651,8 @@ class NVMLSampler:
         if whole:  # this query is not supported for an instance
             rates = ask_or(None, "use", pynvml.nvmlDeviceGetUtilizationRates, handle)
         memory = ask_or(None, "memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
-        if self._turn == blank.uuid:
-            kept.processes = running_processes(handle)
+        if self._turn == blank.uuid or self._is_watched_now(blank.uuid, kept, memory):
+            kept.processes, kept.processes_at = running_processes(handle), self._clock
         return replace(
             blank,
             use=None if rates is None else _sensible("use", rates.gpu, 100),
@@ -651,9 +660,17 @@ class NVMLSampler:
             used_bytes=None if memory is None else _sensible("memory", memory.used, _MOST_BYTES),
             total_bytes=None if memory is None else _sensible("memory", memory.total, _MOST_BYTES),
             processes=kept.processes,
+            listed_at=kept.processes_at,
             condition=kept.condition,
             **kept.slow,
         )
+
+    def _is_watched_now(self, uuid: str, kept: _KeptReadings, memory: Any) -> bool:
+        if uuid not in self.watched:
+            return False
+        listed_at = -math.inf if kept.processes_at is None else kept.processes_at
+        is_nearly_full = memory is not None and memory.used > NEARLY_FULL * memory.total
+        return is_nearly_full or self._clock - listed_at >= WATCHED_EVERY
 
     def _kept_of(self, uuid: str) -> _KeptReadings:
         if uuid not in self._kept:

@@ -308,6 +308,8 @@ class SimulatedSampler:
         self._reported: dict[str, tuple[int, ...]] = {}
         self.pids: Mapping[str, Sequence[int]] = {}
         """The leased processes of each device, by UUID. Set by code that knows the leases."""
+        self.watched: frozenset[str] = frozenset()
+        """Unused: the processes are listed in every sample."""
 
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
         """Sample the fleet; see :class:`gpuspawner.devices.source.Sampler`."""
@@ -360,6 +362,7 @@ class SimulatedSampler:
             memory_mhz=1593,
             ecc_errors=0,
             processes=tuple(processes),
+            listed_at=monotonic,
             error=device.reason if device.status is DeviceStatus.UNKNOWN else "",
         )
 

@@ -44,6 +44,14 @@ class Sampler(Protocol):
 
 
 @runtime_checkable
+class SamplerOfProcesses(Sampler, Protocol):
+    """A sampler that can list the processes of some devices more often than of others."""
+
+    watched: frozenset[str]
+    """UUIDs of devices whose processes are listed every few seconds. For any thread."""
+
+
+@runtime_checkable
 class SamplingSource(Protocol):
     """A source that can also sample its devices."""
 

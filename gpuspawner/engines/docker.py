@@ -131,6 +131,31 @@ class DockerEngine:
 
         return self.call(read)
 
+    def end_process(self, ref: str, pid: int, signal_name: str) -> bool:
+        """Send a signal to a process in a container; see :class:`EngineWithProcesses`."""
+        return self._run_inside(ref, 'kill -s "$1" "$2"', signal_name.removeprefix("SIG"), str(pid))
+
+    def write_log(self, ref: str, line: str) -> None:
+        """Write a line to where a container's first process writes its errors."""
+        self._run_inside(ref, 'printf "%s\\n" "$1" >> /proc/1/fd/2', line)
+
+    def _run_inside(self, ref: str, script: str, *arguments: str) -> bool:
+        """Run a shell script in a container, as its own user; True if it succeeded.
+
+        A container that is gone or paused, or that has no shell, runs nothing.
+        """
+
+        def run(client: docker.APIClient) -> bool:
+            command = ["/bin/sh", "-c", script, "sh", *arguments]
+            try:
+                made = client.exec_create(ref, command)
+                client.exec_start(made["Id"])
+                return client.exec_inspect(made["Id"])["ExitCode"] == 0
+            except APIError:
+                return False
+
+        return self.call(run)
+
     def mount_workspace(self, source: str) -> MountedWorkspace:
         """Return a directory or volume, readable; see :class:`MountedWorkspace`."""
         return self.call(lambda client: MountedWorkspace(client, source))

@@ -82,6 +82,8 @@ class Sample:
     """Driver errors since the previous sample."""
     processes: tuple[DeviceProcess, ...] | None = None
     """As last listed, some seconds ago."""
+    listed_at: float | None = None
+    """When that was, in seconds of the sampler's monotonic clock; None if it is not known."""
     condition: Condition | None = None
     """As last read, up to a minute ago."""
     error: str = ""

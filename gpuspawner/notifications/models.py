@@ -26,6 +26,8 @@ class NoticeKind(str, Enum):
     """A GPU of your server is sick."""
     DISK_LOW = "disk_low"
     """Your server has little room left in its own container."""
+    GPU_MEMORY = "gpu_memory"
+    """Your programs use more than your share of a GPU's memory."""
     RUN_ENDED = "run_ended"
     """Your run is done, failed or was stopped."""
     TEST = "test"

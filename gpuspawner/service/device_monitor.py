@@ -43,6 +43,7 @@ from ..slurm.cluster import Node
 from ..slurm.images import connector
 from ..slurm.scheduler import SlurmDelegate
 from .hub_client import StartAnswer
+from .memory_guard import GUARD_SECONDS, MemoryGuard
 from .worker import Round, Supervisor, Tick, TickDuty
 
 if TYPE_CHECKING:
@@ -397,11 +398,11 @@ class GPUSampler:
             (CONTAINERS_SECONDS, "GPUs in containers", GPULossDuty(tick, poke).round),
         ]
         await side_by_side(
-            supervisor.keep("Use of GPUs", partial(self.remember_use, tick)),
+            supervisor.keep("Use of GPUs", partial(self.remember_use, tick, poke)),
             *(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds),
         )
 
-    async def remember_use(self, tick: Tick) -> None:
+    async def remember_use(self, tick: Tick, poke: Callable[[], None] = lambda: None) -> None:
         """Sample, and store complete minutes, until cancelled."""
         services = tick.services
         source = services.watch.source
@@ -412,27 +413,34 @@ class GPUSampler:
         self.samples = sampling
         catalog = getattr(self, "catalog", "")  # of the images that are prefetched, if any
         idle, health = IdleDuty(tick), health_duty(tick, sampling, sampler, catalog)
+        guard = MemoryGuard(tick, sampler, sampling.recent, poke)
+        guarding = asyncio.create_task(tick.every(GUARD_SECONDS, "Memory guard", guard.round))
         sampling.start()
         try:
             for number in itertools.count():
-                await self._owners(tick, sampling, sampler)
+                await self._owners(tick, sampling, sampler, guard)
                 await self._write(tick, sampling, tidy=number % TIDY_EVERY == 0)
                 await tick.round("Sick GPUs", health.round)
                 if number % JUDGE_EVERY == 0:
                     await tick.round("Idle GPUs", idle.round)
                 await asyncio.sleep(WRITE_EVERY)
         finally:
+            guarding.cancel()
+            await asyncio.gather(guarding, return_exceptions=True)
             await health.close()
             await asyncio.to_thread(sampling.stop)
             await self._write(tick, sampling)
 
-    async def _owners(self, tick: Tick, sampling: Sampling, sampler: Sampler) -> None:
+    async def _owners(
+        self, tick: Tick, sampling: Sampling, sampler: Sampler, guard: MemoryGuard
+    ) -> None:
         """Pass on the owners of processes, to the classifier and to the simulation."""
         try:
             leases = await tick.services.run(tick.services.leases.open_leases)
         except GPUSpawnerError as error:
             tick.trouble("Use of GPUs", error)
             return
+        guard.follow(leases)
         if {lease.id: lease.engine_ref for lease in leases} != self._leases:
             self._leases = {lease.id: lease.engine_ref for lease in leases}
             sampling.owners = ProcessOwners(leases)

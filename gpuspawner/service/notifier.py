@@ -49,6 +49,7 @@ _TYPES = {
     NoticeKind.CREDITS_LOW: "warning",
     NoticeKind.GPU_SICK: "warning",
     NoticeKind.DISK_LOW: "warning",
+    NoticeKind.GPU_MEMORY: "warning",
     NoticeKind.STOPPED: "warning",
 }
 """Apprise's types of those that are not just information."""

@@ -57,6 +57,7 @@ def test_healthy_gpu_is_sampled_with_every_reading(machine: Machine) -> None:
             "throttle": 0x24,
             "ecc_errors": 3,
             "xids": [],
+            "listed_at": 1.0,
             "processes": [
                 {
                     "pid": os.getpid(),

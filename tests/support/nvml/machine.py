@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuspawner.devices.models import Device, DeviceProcess, DeviceStatus
+from gpuspawner.monitoring.models import Sample
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.nvml_library import GPU
 
@@ -33,6 +34,10 @@ for line in sys.stdin:
         if word == "begin":
             source = NVMLDevices()
             sampler = source.sampler()
+        print("null", flush=True)
+        continue
+    if word == "watch":
+        sampler.watched = frozenset(rest.split())
         print("null", flush=True)
         continue
     if word == "sample":
@@ -94,7 +99,10 @@ class Machine:
         return samples
 
     def tell(self, command: str) -> Any:
-        """Send ``begin``, ``observe TIME``, ``sample TIME SECONDS`` or ``close``; the answer."""
+        """Send ``begin``, ``observe TIME``, ``sample TIME SECONDS``, ``watch UUIDS`` or ``close``.
+
+        Returns the answer.
+        """
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
@@ -107,6 +115,19 @@ class Machine:
         assert self.process.stdin
         self.process.stdin.close()
         self.process.wait(timeout=120)
+
+
+def as_sample(fields: dict[str, Any]) -> Sample:
+    """One of the child's samples as the service takes it."""
+    listed = fields["processes"]
+    return Sample(
+        **fields
+        | {
+            "at": datetime.fromisoformat(fields["at"]),
+            "processes": listed and tuple(DeviceProcess(**process) for process in listed),
+            "condition": None,
+        }
+    )
 
 
 def statuses(inventory: dict[str, Any]) -> dict[str, str]:

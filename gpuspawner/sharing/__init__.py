@@ -1,0 +1,1 @@
+"""Devices that several leases use at the same time."""

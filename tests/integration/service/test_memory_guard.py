@@ -1,0 +1,192 @@
+"""Programs that take more than their share of a shared device. Real: SQLite and PostgreSQL,
+processes and their ends, pynvml; a stand-in is the driver's library, which says what they use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuspawner.engines.local import LEASE_VARIABLE
+from gpuspawner.leases.models import Lease, Request, ServerRef, Sharing
+from gpuspawner.monitoring.models import Sample
+from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.service.memory_guard import MemoryGuard
+from gpuspawner.services import Services
+from gpuspawner.sharing.memory_rules import END_SECONDS, TELL_SECONDS
+from tests.support.brokers import Make
+from tests.support.nvml import nvml_library as nvml
+from tests.support.nvml.machine import Machine, as_sample
+from tests.support.nvml.nvml_library import GIB, GPU
+from tests.support.parts import each_database
+from tests.support.rounds import SITE, ScriptedHub, make_tick
+
+pytestmark = each_database
+
+PROGRAM = """
+import signal, sys
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+class SharedDevice:
+    """One GPU of 80 GB in four slots, the leases on it, and what their programs use of it."""
+
+    def __init__(self, services: Services, machine: Machine) -> None:
+        self.services = services
+        self.machine = machine
+        self.gpu = GPU(uuid=services.devices.look().devices[0].uuid)
+        self.programs: dict[str, subprocess.Popen[str]] = {}
+        self.used: dict[str, int] = {}
+        self.samples: list[Sample] = []
+        self.watched: frozenset[str] = frozenset()
+        self.guard = MemoryGuard(make_tick(services, ScriptedHub()), self, self.recent)
+
+    def sample(self, *_: Any) -> tuple[Sample, ...]:
+        """What a sampler's thread does; here each look takes one."""
+        self.machine.tell(f"watch {' '.join(self.watched)}")
+        compute = [
+            (program.pid, self.used[name])
+            for name, program in self.programs.items()
+            if program.poll() is None
+        ]
+        used = max(sum(size for _, size in compute), 0)
+        self.machine.has(replace(self.gpu, compute=compute, used_bytes=used))
+        return tuple(as_sample(fields) for fields in self.machine.sample(self.seconds))
+
+    def recent(self) -> dict[str, list[Sample]]:
+        return {self.gpu.uuid: self.samples[-1:]}
+
+    def lease(self, user: str) -> Lease:
+        request = Request(devices=1, sharing=Sharing.SLOT, model="A100")
+        lease = self.services.leases.grant(ServerRef(user), request, engine="local")
+        return self.services.leases.confirm(lease.id)
+
+    def start(self, name: str, lease: Lease, gigabytes: int, *arguments: str) -> None:
+        self.programs[name] = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *arguments],
+            env={LEASE_VARIABLE: lease.id},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        said = self.programs[name].stdout
+        assert said and said.readline() == "ready\n"
+        self.used[name] = gigabytes * GIB
+
+    async def look(self, seconds: float) -> None:
+        """Let the guard judge a sample that is taken so many seconds later."""
+        self.seconds = seconds
+        self.guard.follow(self.services.leases.open_leases())
+        self.samples += self.sample()
+        await self.guard.round()
+
+    def ended(self, name: str) -> int:
+        """The exit status of a program that was told to end."""
+        return self.programs[name].wait(timeout=60)
+
+    def is_running(self, name: str) -> bool:
+        return self.programs[name].poll() is None
+
+    def titles(self, user: str) -> list[str]:
+        notices = self.services.notifications.notices_of(user)
+        assert all(notice.kind is NoticeKind.GPU_MEMORY for notice in notices)
+        return [notice.title for notice in notices]
+
+    def close(self) -> None:
+        for program in self.programs.values():
+            program.kill()
+            program.communicate()
+
+
+@pytest.fixture(scope="session")
+def nvml_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    library = nvml.build_nvml_library(tmp_path_factory.mktemp("nvml"))
+    machine = Machine(library, Path(tmp_path_factory.mktemp("machine")) / "fleet")
+    yield machine
+    machine.end()
+
+
+@pytest.fixture
+def device(make: Make, nvml_machine: Machine) -> Iterator[SharedDevice]:
+    site = SITE | {"device_source": "simulated:1xA100-80GB", "opening_grant": 1000}
+    device = SharedDevice(make(**site, shared_devices={"A100": 4}), nvml_machine.begin())
+    yield device
+    device.close()
+
+
+async def test_program_over_its_share_is_told_and_then_ended(device: SharedDevice) -> None:
+    ada, bob = device.lease("ada"), device.lease("bob")
+    device.start("ada", ada, 30)
+    device.start("small", ada, 1)
+    device.start("bob", bob, 19)
+    await device.look(1)
+    await device.look(TELL_SECONDS)
+    [told] = device.services.notifications.notices_of("ada")
+    assert told.title == "Your server uses more than its share of a GPU"
+    assert "It uses 31.0 GB of GPU memory. Its share is 20.0 GB, and 1 other shares" in told.body
+    await device.look(TELL_SECONDS)
+    assert device.is_running("ada") and len(device.titles("ada")) == 1
+    await device.look(END_SECONDS - 2 * TELL_SECONDS)
+    assert device.ended("ada") == -15
+    await device.look(END_SECONDS)
+    assert device.is_running("small") and device.is_running("bob")
+    newest = device.services.notifications.notices_of("ada")[0]
+    assert newest.title == "A program of your server was ended: it used too much GPU memory"
+    assert "after 60 seconds. The server continues" in newest.body
+    assert not device.titles("bob")
+    [noted] = [each for each in device.services.audit.trail() if each.action == "end_process"]
+    assert noted.subject == device.gpu.uuid and f"lease {ada.id}" in noted.detail
+
+
+async def test_full_device_ends_the_program_at_once(device: SharedDevice) -> None:
+    ada, bob = device.lease("ada"), device.lease("bob")
+    device.start("ada", ada, 59, "stubborn")
+    device.start("bob", bob, 18)
+    await device.look(1)
+    assert device.ended("ada") == -9
+    assert device.is_running("bob")
+
+
+async def test_program_that_ignores_the_first_signal_gets_another(device: SharedDevice) -> None:
+    ada, _ = device.lease("ada"), device.lease("bob")
+    device.start("ada", ada, 30, "stubborn")
+    await device.look(1)
+    await device.look(END_SECONDS)
+    assert device.is_running("ada")
+    await device.look(6)
+    assert device.ended("ada") == -9
+    assert len(device.titles("ada")) == 1, "told once that it was ended"
+
+
+async def test_member_alone_and_unknown_memory_are_left_alone(device: SharedDevice) -> None:
+    ada = device.lease("ada")
+    device.start("ada", ada, 79)
+    for _ in range(3):
+        await device.look(END_SECONDS)
+    assert device.is_running("ada") and not device.titles("ada")
+    bob = device.lease("bob")
+    device.start("bob", bob, 0)
+    device.used |= {"ada": 10 * GIB, "bob": -1}
+    for _ in range(3):
+        await device.look(END_SECONDS)
+    assert device.is_running("bob") and not device.titles("bob")
+
+
+async def test_process_that_is_no_more_the_lease_s_is_not_ended(device: SharedDevice) -> None:
+    ada, _ = device.lease("ada"), device.lease("bob")
+    device.start("ada", ada, 30)
+    await device.look(1)
+    device.programs["ada"].kill()
+    device.programs["ada"].wait()
+    device.guard.follow(device.services.leases.open_leases())
+    await device.look(END_SECONDS)
+    assert not device.titles("ada"), "nothing was ended, so nothing is told"
