@@ -232,7 +232,7 @@ def _leases(
             lease_places.c.uuid,
             lease_places.c.model,
         )
-        .join(lease_places, (lease_places.c.lease_id == leases.c.id) & COUNTED_PLACE)
+        .join_from(leases, lease_places, (lease_places.c.lease_id == leases.c.id) & COUNTED_PLACE)
         .where(leases.c.started_at < end)
         .where(sa.or_(leases.c.ended_at.is_(None), leases.c.ended_at > start))
         .order_by(leases.c.started_at, leases.c.id)
@@ -285,7 +285,7 @@ def _by_minutes(
             sa.func.sum(MINUTE * device_use.c.known / samples),
             sa.func.sum(MINUTE * device_use.c.busy / samples),
         )
-        .join(lease_places, (lease_places.c.lease_id == leases.c.id) & COUNTED_PLACE)
+        .join_from(leases, lease_places, (lease_places.c.lease_id == leases.c.id) & COUNTED_PLACE)
         .join(device_use, device_use.c.uuid == lease_places.c.uuid)
         .where(
             device_use.c.seconds == MINUTE,

@@ -14,7 +14,7 @@ from gpuspawner.core.units import MICRO
 from gpuspawner.db.schema import batch_jobs, metadata
 from gpuspawner.devices import closures
 from gpuspawner.devices.closures import Closure
-from gpuspawner.leases.models import Request, ServerRef, Terms
+from gpuspawner.leases.models import Request, ServerRef, Sharing, Terms
 from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger import totals
 from gpuspawner.members import repository as members_repository
@@ -35,9 +35,15 @@ OPENING = 10
 
 
 def services_of(url: str, clock: Clock) -> Services:
-    """Four devices at 4 credits an hour; members may have shared folders."""
-    settings = {"gpu_rates": {"*": 4}, "opening_grant": OPENING, "folder_source": "folder-{id}"}
-    return open_services(url, clock, **settings)
+    """Four devices of two slots at 4 credits an hour; members may have shared folders."""
+    return open_services(
+        url,
+        clock,
+        gpu_rates={"*": 4},
+        opening_grant=OPENING,
+        folder_source="folder-{id}",
+        shared_devices={"A100": 2},
+    )
 
 
 def give_everything(services: Services, user: str, sources: list[str]) -> None:
@@ -62,8 +68,10 @@ def give_everything(services: Services, user: str, sources: list[str]) -> None:
     services.refills.add_refill(refill)
     clock.forward(hours=1)
     services.refills.give_refill(refill.id)
-    for minutes in (30, 7):
-        lease = running(services, user)
+    for minutes, sharing in ((30, Sharing.WHOLE), (7, Sharing.SLOT)):
+        request = Request(devices=1, model="A100", sharing=sharing)
+        lease = services.leases.grant(ServerRef(user), request, engine="local")
+        services.leases.confirm(lease.id)
         clock.forward(minutes=minutes)
         services.ledger.charge_all()
         clock.forward(seconds=20)
