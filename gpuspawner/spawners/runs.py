@@ -47,13 +47,15 @@ TRY_AGAIN = 10.0
 """Seconds between two tries to start one preemptible run."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Start:
     """A run that waits for its devices or whose container is on its way."""
 
     run: Run
     user: User
     task: asyncio.Task[None]
+    is_ending: bool = False
+    """True if it was cancelled or has failed. A cancel would interrupt its release."""
 
 
 class RunLauncher:
@@ -211,12 +213,13 @@ class RunLauncher:
         """
         for each in followed:
             lease, start = each.lease, self._starting.get(each.run.id)
-            if start is None:
+            if start is None or start.is_ending:
                 continue
             is_granted = lease is not None and lease.state is LeaseState.GRANTED
             has_to_end = is_granted and lease is not None and (lease.yields_at or lease.outcome)
             if has_to_end or start.user.name != start.run.user:
                 self.log.info("Run %s of %s gives up its start", each.run.id, each.run.user)
+                start.is_ending = True
                 start.task.cancel()
 
     async def _require_possible(self, user: User, run: Run) -> tuple[Request, Terms]:
@@ -272,13 +275,13 @@ class RunLauncher:
                 await maybe_future(spawner.run_pre_spawn_hook())
             except BaseException:
                 if spawner.lease is not None:  # the admin's own hook failed, or was cancelled
-                    await spawner.run_post_stop_hook()
+                    await self._release(run, spawner)
                 raise
             try:
                 await self._require_open(run)
                 await asyncio.wait_for(spawner.start(), spawner.start_timeout)
             except BaseException:
-                await spawner.run_post_stop_hook()
+                await self._release(run, spawner)
                 raise
         except FailedSpawn as error:
             await self._refuse(run, error.error)
@@ -288,6 +291,11 @@ class RunLauncher:
             self.log.exception("Run %s of %s did not start", run.id, run.user)
             cause = "an unexpected error occurred (tell your admin)"
             await self._refuse(run, RunStartFailed(cause=cause))
+
+    async def _release(self, run: Run, spawner: GPUSpawnerMixin) -> None:
+        """Release the devices of a start that failed or was cancelled."""
+        self._starting[run.id].is_ending = True
+        await spawner.run_post_stop_hook()
 
     async def _refuse(self, run: Run, error: GPUSpawnerError) -> None:
         if isinstance(error, NoDeviceFree) and run.preemptible:
