@@ -43,7 +43,7 @@ ENDED = frozenset({"done", "failed", "stopped"})
 """States of a run that has ended."""
 
 _READING = frozenset({"GET", "DELETE"})
-"""Methods that change nothing, or nothing twice."""
+"""Methods that are safe to repeat."""
 
 
 class RequestRefused(Exception):
@@ -88,7 +88,7 @@ class RunDetails:
     lease: str | None
     charged: Decimal
     cell: int | None
-    """The cell that its notebook executes: of a run that was asked for alone."""
+    """The cell that its notebook executes; only from :meth:`RunCalls.get`."""
     cells: int | None
     sweep: str | None
 
@@ -114,8 +114,8 @@ class QuotedPayer:
 class QuoteDetails:
     """What a run would cost, when it would start, and what its member may choose.
 
-    The prices are in words, as the form shows them. ``refusal`` says why it would be refused, if
-    it would be; ``place`` is its position in the queue, if it would wait there.
+    The prices are in words, as the form shows them. ``refusal`` says why it would be refused;
+    empty if it would not. ``place`` is its position in the queue, if it would wait.
     """
 
     options: dict[str, Any]
@@ -136,7 +136,7 @@ class QuoteDetails:
     refusal: str
     preemptible: bool
     preemptible_share: float | None
-    """What a preemptible run costs, as a share of the price of another; None without such runs."""
+    """The price of a preemptible run as a share of the usual price; None without such runs."""
     at_once: bool
     place: int | None
     estimate: ExpectedStart | None
@@ -146,21 +146,21 @@ class QuoteDetails:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepQuoteDetails:
-    """What a sweep costs at most, and what must be there for the runs that begin at once."""
+    """The most that a sweep can cost, and the credits needed for the runs that start at once."""
 
     runs: int
     seconds: int | None
     """The time limit of each run."""
     rate_per_hour: Decimal
-    """Of one run, on the dearest GPUs that fit."""
+    """The rate of one run, on the most expensive GPUs that fit."""
     most: Decimal | None
-    """Of all runs, if each lasts until its time limit."""
+    """The price of all runs, if each lasts until its time limit."""
     hold: Decimal
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepDetails:
-    """A sweep: its runs in their order, how many are in each state, and what all have cost."""
+    """A sweep: its runs in order, how many are in each state, and their cost so far."""
 
     id: str
     user: str
@@ -173,7 +173,7 @@ class SweepDetails:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledTime:
-    """A time of a schedule: the run that it became, or the reason why there is none."""
+    """A time of a schedule: the id of its run, or the reason why none was submitted."""
 
     due_at: datetime
     run: str | None
@@ -182,7 +182,7 @@ class ScheduledTime:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleDetails:
-    """A schedule of runs, with its newest times, the newest first."""
+    """A schedule of runs, with its latest times, newest first."""
 
     id: str
     user: str
@@ -192,7 +192,7 @@ class ScheduleDetails:
     paused: bool
     next_at: datetime | None
     refusal: str
-    """Why its newest time became no run; empty if it did."""
+    """Why its latest run was refused; empty if it was accepted."""
     command: tuple[str, ...]
     notebook: str
     parameters: dict[str, Any]
@@ -286,7 +286,7 @@ class StatementLine:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberDetails:
-    """Whose token it is, with their account, servers and newest statement lines."""
+    """The token's member, with their account, servers and newest statement lines."""
 
     name: str
     admin: bool
@@ -321,7 +321,7 @@ class _Environments:
 class _Page(Protocol):
     @property
     def next(self) -> str | int | None:
-        """What the next page is asked for by; None for the last one."""
+        """The cursor of the next page; None on the last page."""
 
 
 P = TypeVar("P", bound=_Page)
@@ -363,7 +363,7 @@ class Call(Generic[T]):
 
     @cached_property
     def adapter(self) -> TypeAdapter[T]:
-        """What reads the answer; fields of a newer hub are left out."""
+        """The parser of the answer, which ignores the fields of a newer hub."""
         return TypeAdapter(self.answer)
 
 
@@ -406,16 +406,17 @@ CALLS: tuple[Call[Any], ...] = (
 class Client:
     """A hub, as the member whose token it is.
 
-    What changes nothing, or nothing twice, is tried again if the hub does not respond.
+    Requests that are safe to repeat are retried if the hub does not respond.
 
     Args:
-        address: Of the REST API: ``https://hub.example/services/gpu/api``. Left out, that of the
-            hub whose session this is (``JUPYTERHUB_API_URL``).
-        token: Of the member. Left out, that of this session (``JUPYTERHUB_API_TOKEN``).
+        address: The address of the REST API: ``https://hub.example/services/gpu/api``. In a
+            session, the default is that of its hub (``JUPYTERHUB_API_URL``).
+        token: The member's token. In a session, the default is its own
+            (``JUPYTERHUB_API_TOKEN``).
         timeout: Seconds to wait for each answer.
 
     Raises:
-        ValueError: No address or no token is given, and this is no session.
+        ValueError: The address or the token is missing, and this is not a session.
     """
 
     def __init__(
@@ -453,7 +454,7 @@ class Client:
         self.catalog = CatalogCalls(self)
 
     def me(self) -> MemberDetails:
-        """Return whose token it is, with their account, servers and newest statement lines."""
+        """Return the token's member, with their account, servers and newest statement lines."""
         return self.ask(ME)
 
     def ask(
@@ -463,7 +464,7 @@ class Client:
         query: Mapping[str, str | int] | None = None,
         body: Mapping[str, object] | None = None,
     ) -> T:
-        """Ask for an operation, with the parameters of its path. Raises RequestRefused."""
+        """Call an operation, with the parameters of its path. Raises RequestRefused."""
         names = [part for part in call.path.split("/") if part.startswith("{")]
         address = call.path
         for name, value in zip(names, path, strict=True):
@@ -526,12 +527,12 @@ class RunCalls:
             command: The program and its arguments.
             notebook: A notebook's path in the workspace, instead of a command.
             parameters: The notebook's parameters, by name.
-            directory: Where it runs: a path in the workspace.
-            title: What lists call it; by default, the program or the notebook.
+            directory: The working directory, relative to the workspace.
+            title: Its title in lists; by default, the program or the notebook.
             options: What it needs, as for the start of a server: ``environment``, ``gpus``,
                 ``gpu_model``, ``hours``, ``account`` and so on.
-            requeue: If the hub interrupts it, begin again, at most three times.
-            preemptible: For less: only on GPUs that nobody else can use, which it yields.
+            requeue: Begin again if the hub interrupts it, at most three times.
+            preemptible: Run for less, on GPUs that nobody else can use, and yield them to others.
             key: An idempotency key. Submitting again with it returns the first run. By default, a
                 new one for each call.
 
@@ -565,7 +566,7 @@ class RunCalls:
 
         Args:
             options: What it needs, as for :meth:`submit`.
-            lease: A session of the member's. What is not in ``options`` is as that one has it.
+            lease: A session of the member, whose options apply where ``options`` has none.
             preemptible: As for :meth:`submit`.
 
         Raises:
@@ -593,12 +594,12 @@ class RunCalls:
         return self._client.ask(STOP_RUN, run)
 
     def wait(self, run: str, *, timeout: float | None = None, every: float = 2.0) -> RunDetails:
-        """Wait until a run has ended, also while the hub is away for a moment.
+        """Wait until a run has ended. A hub that is away for a moment does not end the wait.
 
         Args:
             run: Its id.
             timeout: Seconds until TimeoutError is raised; None waits for as long as it takes.
-            every: Seconds between two looks.
+            every: Seconds between two requests.
 
         Raises:
             RequestRefused: The hub does not know the run, or refuses the token.
@@ -647,11 +648,11 @@ class SweepCalls:
             sets: The parameters of each run.
             notebook: A notebook's path in the workspace, instead of a command.
             parameters: Parameters that all runs have.
-            directory: Where they run: a path in the workspace.
-            title: What lists call them, before their parameters.
+            directory: The working directory, relative to the workspace.
+            title: Their title in lists, before their parameters.
             options: What each needs, as for the start of a server.
-            requeue: If the hub interrupts a run, begin it again, at most three times.
-            preemptible: For less: only on GPUs that nobody else can use, which they yield.
+            requeue: Begin a run again if the hub interrupts it, at most three times.
+            preemptible: Run for less, on GPUs that nobody else can use, and yield them to others.
             at_most: How many may wait in the queue or run at once. By default all.
             key: An idempotency key, as for a run.
         """
@@ -680,10 +681,10 @@ class SweepCalls:
         preemptible: bool = False,
         at_most: int | None = None,
     ) -> SweepQuoteDetails:
-        """Return what a sweep costs at most; nothing is submitted.
+        """Return the most that a sweep can cost; nothing is submitted.
 
-        The arguments are those of :meth:`submit` on which the price depends. Raises RequestRefused
-        for a sweep that cannot be submitted.
+        The arguments are those of :meth:`submit` that affect the price. Raises RequestRefused if
+        the sweep cannot be submitted.
         """
         body = {
             "command": list(command),
@@ -730,20 +731,20 @@ class ScheduleCalls:
         paused: bool = False,
         key: str = "",
     ) -> ScheduleDetails:
-        """Create a schedule. Each of its times becomes a run, with or without a session.
+        """Create a schedule, which submits a run at each of its times. It needs no session.
 
         Args:
             cron: Minute, hour, day of the month, month and day of the week: ``30 7 * * 1-5``.
-            command: As of :meth:`RunCalls.submit`, like all that is not named here.
+            command: As for :meth:`RunCalls.submit`, like the arguments that refer to it.
             zone: The time zone of the times, such as ``Europe/Vienna``.
-            notebook: See ``command``. What it is at each time is what runs.
+            notebook: See ``command``. Each run executes the notebook as it is at that time.
             parameters: See ``command``.
             directory: See ``command``.
             title: See ``command``.
             options: See ``command``.
             requeue: See ``command``.
             preemptible: See ``command``.
-            paused: Whether its times pass without a run, until it is resumed.
+            paused: Create it paused: it submits no runs until it is resumed.
             key: An idempotency key. By default, a new one for each call.
 
         Returns:
@@ -752,20 +753,20 @@ class ScheduleCalls:
         Raises:
             RequestRefused: Its runs could not be started as asked, or the hub does not respond.
         """
-        body = {
-            "cron": cron,
-            "zone": zone,
-            "command": list(command),
-            "notebook": notebook,
-            "parameters": dict(parameters or {}),
-            "directory": directory,
-            "title": title,
-            "options": dict(options or {}),
-            "requeue": requeue,
-            "preemptible": preemptible,
-            "paused": paused,
-            "key": key or uuid.uuid4().hex,
-        }
+        body = _submission(
+            command,
+            parameters,
+            options,
+            key,
+            cron=cron,
+            zone=zone,
+            notebook=notebook,
+            directory=directory,
+            title=title,
+            requeue=requeue,
+            preemptible=preemptible,
+            paused=paused,
+        )
         return self._client.ask(CREATE_SCHEDULE, body=body)
 
     def get(self, schedule: str) -> ScheduleDetails:
@@ -773,7 +774,7 @@ class ScheduleCalls:
         return self._client.ask(SCHEDULE, schedule)
 
     def list(self, *, everybody: bool = False) -> Sequence[ScheduleDetails]:
-        """Return schedules, newest first; those of all members for admins. Raises RequestRefused.
+        """Return schedules, newest first. Raises RequestRefused.
 
         Args:
             everybody: Those of all members, for admins.
@@ -785,21 +786,21 @@ class ScheduleCalls:
 
         Args:
             schedule: Its id.
-            fields: What is to be otherwise: ``title``, ``cron``, ``zone``, ``parameters``,
+            fields: The fields to change: ``title``, ``cron``, ``zone``, ``parameters``,
                 ``options`` or ``paused``.
         """
         return self._client.ask(CHANGE_SCHEDULE, schedule, body=fields)
 
     def pause(self, schedule: str) -> ScheduleDetails:
-        """Let its times pass without a run. Raises RequestRefused."""
+        """Pause a schedule: it submits no runs. Raises RequestRefused."""
         return self.change(schedule, paused=True)
 
     def resume(self, schedule: str) -> ScheduleDetails:
-        """Let its times become runs again, from now on. Raises RequestRefused."""
+        """Resume a schedule from its next time on. Raises RequestRefused."""
         return self.change(schedule, paused=False)
 
     def run_now(self, schedule: str, *, key: str = "") -> RunDetails:
-        """Submit a run of it at once. Raises RequestRefused.
+        """Submit a run of a schedule now. Raises RequestRefused.
 
         Args:
             schedule: Its id.
@@ -881,7 +882,7 @@ def _submission(
     key: str,
     **fields: object,
 ) -> dict[str, object]:
-    """Return the body that submits a run or a sweep, with a new key unless one is given."""
+    """Return the body that submits a run, a sweep or a schedule, with a new key by default."""
     return {
         "command": list(command),
         "parameters": dict(parameters or {}),

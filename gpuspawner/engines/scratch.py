@@ -42,7 +42,7 @@ class Scratch:
     """The scratch directory of one session."""
 
     target: str
-    """Where it is in the container."""
+    """Its path in the container."""
     limit_bytes: int
     is_enforced: bool
     """True if the engine limits it to ``limit_bytes``."""
@@ -57,10 +57,11 @@ class Scratch:
 
 
 def archive_of(target: str, kept: str) -> tuple[str, bytes]:
-    """Return where to unpack the tar archive that opens a scratch directory, and the archive.
+    """Return a folder, and the tar archive to unpack in it, which makes the directory writable.
 
     Every user of the container can write there, as in /tmp, because images have different users.
-    The archive also has a note that the directory is deleted. ``kept`` is where files are kept.
+    The archive also has a note that the directory will be deleted, and that files in the folder
+    ``kept`` will not.
     """
     parent, _, name = target.rstrip("/").rpartition("/")
     note = NOTE.format(kept=kept or "a place that is kept").encode()
@@ -76,9 +77,10 @@ def archive_of(target: str, kept: str) -> tuple[str, bytes]:
 
 
 def refusal(client: docker.APIClient, limit_bytes: int) -> str:
-    """Return why the engine does not limit volumes, in its own words, or "" if it does.
+    """Return the engine's reason for not limiting volumes, or "" if it limits them.
 
-    A volume is created and removed. Blocks. Raises what an engine that is not responding raises.
+    Creates and removes a volume. Blocks. Raises DockerException or RequestException if the engine
+    does not respond.
     """
     try:
         made = client.create_volume(
@@ -93,10 +95,9 @@ def refusal(client: docker.APIClient, limit_bytes: int) -> str:
 
 
 def remove_unused(client: docker.APIClient) -> list[str]:
-    """Delete the scratch volumes that no container has, and return the ids of their leases.
+    """Delete the scratch volumes that no container uses, and return the ids of their leases.
 
-    The engine refuses to delete a volume that a container has, also one that was just created.
-    Blocks.
+    The engine refuses to delete a volume of a container, even of one that was just created. Blocks.
     """
     wanted = {"label": LABEL_SCRATCH, "dangling": True}
     removed = []
@@ -105,7 +106,7 @@ def remove_unused(client: docker.APIClient) -> list[str]:
             try:
                 client.remove_volume(volume["Name"])
             except APIError as error:
-                if error.status_code != 409:  # a container has it after all
+                if error.status_code != 409:  # a container uses it after all
                     raise
                 continue
             removed.append(str((volume.get("Labels") or {}).get(LABEL_SCRATCH, "")))
@@ -115,9 +116,10 @@ def remove_unused(client: docker.APIClient) -> list[str]:
 def check_scratch(
     client: docker.APIClient, limit_bytes: int, *, is_local: bool, is_removed: bool
 ) -> CheckFinding | None:
-    """Check that scratch directories are deleted and limited; None if there are none.
+    """Check that scratch directories are deleted and limited; None if the hub has none.
 
-    ``is_removed``: containers are removed when they stop.
+    ``is_local``: the engine runs on this machine. ``is_removed``: containers are removed when they
+    stop.
     """
     name = "scratch"
     if not limit_bytes:

@@ -219,7 +219,7 @@ class QueueService:
             return self._make_room(starts, decision)
 
     def spare(self) -> Counter[str]:
-        """Return the devices that no start of now needs, by kind: what preemptible runs get."""
+        """Return how many devices of each kind preemptible runs may use: no start needs them."""
         if self.delegation.delegate is not None:
             return Counter()
         with self.line.lock:
@@ -233,7 +233,7 @@ class QueueService:
             return bool(self._spare_kinds(request))
 
     def _spare_kinds(self, request: Request) -> list[str]:
-        """Return the kinds of which a preemptible run would get its devices, most of them first."""
+        """Return the kinds with enough spare devices for a request, the most spare ones first."""
         spare = self.spare()
         kinds = [kind for kind in self.line.kinds(request) if spare[kind] >= request.devices]
         return sorted(kinds, key=lambda kind: spare[kind], reverse=True)

@@ -26,7 +26,7 @@ MOST_AT_ONCE = 1 << 20
 """Bytes of a log in one answer, and in one part of a stream."""
 
 RECORD_PATIENCE = 3.0
-"""Seconds to wait for a notebook's progress: everything else is known without the engine."""
+"""Seconds to wait for a notebook's progress. Nothing else needs the engine."""
 
 PAUSE = 1.0
 """Seconds between two looks at a log that is followed."""
@@ -40,10 +40,10 @@ LONGEST_STREAM_SECONDS = 3600.0
 FARTHEST = 2**53
 _OFFSET = {"type": "integer", "minimum": -FARTHEST, "maximum": FARTHEST, "default": 0}
 OFFSET = Parameter("offset", _OFFSET, "The first byte; below 0: bytes before the end.")
-FOLLOW = Parameter("follow", {"enum": ["0", "1"]}, "1: send on until the run ends.")
+FOLLOW = Parameter("follow", {"enum": ["0", "1"]}, "1: continue until the run ends.")
 
 NEXT = "X-Next-Offset"
-"""The header with the offset of what comes after an answer."""
+"""The header with the offset at which the next answer begins."""
 
 Text = Annotated[str, WithJsonSchema({"type": "string"})]
 Binary = Annotated[str, WithJsonSchema({"type": "string", "format": "binary"})]
@@ -61,14 +61,14 @@ async def own_run(handler: ServiceHandler, run_id: str) -> FollowedRun:
 
 
 def files_of(handler: ServiceHandler) -> RunFiles:
-    """Return what reads the files of runs. Raises NoRunFiles."""
+    """Return the reader of run files. Raises NoRunFiles."""
     if handler.context.run_files is None:
         raise NoRunFiles(why="this service reads none")
     return handler.context.run_files
 
 
 async def record_of(handler: ServiceHandler, followed: FollowedRun) -> RunRecord:
-    """Return what a run recorded about itself; nothing if that cannot be read now."""
+    """Return what a run recorded about itself; empty if that cannot be read now."""
     try:
         files = files_of(handler)
         return await asyncio.wait_for(files.call(files.record, followed), RECORD_PATIENCE)
@@ -92,14 +92,14 @@ class _FileAPI(APIHandler):
             return await files_of(self).call(work, *args)
 
     def begin(self, media: str) -> None:
-        """Set the headers of something that a member wrote."""
+        """Set the headers of content that a member wrote."""
         self.set_header("Content-Type", media)
         self.set_header("Content-Security-Policy", "default-src 'none'; sandbox")
 
     async def send_part(self, data: bytes, until: float) -> bool:
-        """Send a part when the client has taken the one before it.
+        """Send a part, and wait until the client has received it.
 
-        Returns False if it went away, or takes longer than ``until``, by the event loop's clock.
+        Returns False if it disconnects, or takes longer than ``until``, by the event loop's clock.
         """
         self.write(data)
         try:
@@ -112,7 +112,7 @@ class _FileAPI(APIHandler):
         return True
 
     def break_off(self) -> None:
-        """End an answer that has begun and cannot be completed: its length does not fit."""
+        """Close the connection of an answer that cannot be completed: its length would be wrong."""
         self.detach().close()
 
 
@@ -124,7 +124,7 @@ class RunLogAPI(_FileAPI):
     )
     @web.authenticated
     async def get(self, run_id: str) -> None:
-        """Return a run's log from a byte on, up to 1 MiB of it.
+        """Return up to 1 MiB of a run's log, from a byte on.
 
         The header ``X-Next-Offset`` says where the next answer begins; without it, the log is
         complete. With ``follow=1`` the answer continues until the run ends, for an hour at most.
@@ -160,7 +160,7 @@ class RunLogAPI(_FileAPI):
                     pass
             began = clock()
             try:
-                # In this order: what was printed before the end is in the log.
+                # In this order, so that the log has all that was printed before the end.
                 followed = await self.services.read(self.services.runs.get, followed.run.id)
                 part = await files.call(files.log, followed, part.end, MOST_AT_ONCE)
             except EngineUnavailable:

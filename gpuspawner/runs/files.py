@@ -1,7 +1,7 @@
 """The files of runs, read through the engine that has their workspaces.
 
-A run's files are in the newest workspace of its member that has them: the database says which those
-are, and nothing that a member sends.
+A run's files are in the newest workspace of its member that has them. The database says which
+workspaces these are; a request cannot.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RECORD_SECONDS = 2.0
 """Seconds for which a record is kept and used again."""
 
 MOST_STREAMS, MOST_STREAMS_EACH = 40, 4
-"""Logs that are followed and files that are sent at once, by all members and by each."""
+"""How many logs and files are sent at once, to all members and to each."""
 
 THREADS = 8
 
@@ -58,7 +58,7 @@ LEFTOVERS_EVERY = 3600.0
 """Seconds between two searches for containers that a killed process left."""
 
 MOST_WORKSPACES = 3
-"""How many of a member's workspaces are looked into."""
+"""How many of a member's workspaces are searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class FilePart:
     data: bytes
     start: int
     size: int
-    """Of the whole file."""
+    """The size of the whole file."""
 
     @property
     def end(self) -> int:
@@ -92,7 +92,7 @@ class SentFile:
     """A file with a mount of its own, so that a slow reader delays nobody else."""
 
     def __init__(self, mount: MountedWorkspace, path: str) -> None:
-        """Open a file, and close the mount with it. Raises as :meth:`MountedWorkspace.open`."""
+        """Open a file that closes the mount with it. Raises like :meth:`MountedWorkspace.open`."""
         with ExitStack() as stack:
             stack.callback(mount.close)
             self._file = stack.enter_context(mount.open(path))
@@ -100,12 +100,12 @@ class SentFile:
         self.size = self._file.size
 
     def read(self) -> bytes:
-        """Return the next part; nothing at the end. Raises EngineUnavailable."""
+        """Return the next part; empty at the end. Raises EngineUnavailable."""
         return self._file.read(CHUNK)
 
 
 class RunFiles:
-    """Reads the files of runs. What is not asynchronous blocks, and is thread-safe: see `call`."""
+    """Reads the files of runs. Synchronous methods block and are thread-safe: see `call`."""
 
     def __init__(self, storage: StorageService, engines: Mapping[str, Engine]) -> None:
         self._storage = storage
@@ -120,7 +120,7 @@ class RunFiles:
     def part(
         self, followed: FollowedRun, name: str, start: int, most: int, *, largest: int = LARGEST_LOG
     ) -> FilePart:
-        """Return at most ``most`` bytes of a file from ``start``; below zero: from its end.
+        """Return at most ``most`` bytes of a file from ``start``; below zero, from its end.
 
         Raises NoRunFile, NoRunFiles, WorkspaceBusy or EngineUnavailable.
         """
@@ -141,7 +141,7 @@ class RunFiles:
         return self._found(followed, name, read)
 
     def log(self, followed: FollowedRun, start: int, most: int) -> FilePart:
-        """Return a part of a run's log; nothing while it has none. Raises as :meth:`part`."""
+        """Return a part of a run's log; empty while it has none. Raises like :meth:`part`."""
         try:
             return self.part(followed, LOG, start, most)
         except (NoRunFile, NoRunFiles):
@@ -150,7 +150,7 @@ class RunFiles:
             return NOTHING
 
     def record(self, followed: FollowedRun) -> RunRecord:
-        """Return what a run recorded about itself; nothing if there is no readable record.
+        """Return what a run recorded about itself; empty if there is no readable record.
 
         Raises NoRunFiles, WorkspaceBusy or EngineUnavailable.
         """
@@ -168,7 +168,7 @@ class RunFiles:
         return record
 
     def send(self, followed: FollowedRun, name: str) -> SentFile:
-        """Open a file of any size. Raises as :meth:`part`."""
+        """Open a file of any size. Raises like :meth:`part`."""
 
         def open_file(engine: EngineWithFiles, source: str, path: str) -> SentFile:
             return SentFile(engine.mount_workspace(source), path)
@@ -192,7 +192,7 @@ class RunFiles:
         return await loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     async def round(self) -> None:
-        """Remove the mounts that nobody used lately, and what a killed process left."""
+        """Remove the mounts that were not used lately, and those of a killed process."""
         await self.call(self._close, IDLE_SECONDS)
         if time.monotonic() >= self._leftovers_at:
             self._leftovers_at = time.monotonic() + LEFTOVERS_EVERY
@@ -202,7 +202,7 @@ class RunFiles:
                         await self.call(engine.remove_leftovers)
 
     async def close(self) -> None:
-        """Remove all mounts that nobody uses just now."""
+        """Remove all mounts that are not in use."""
         await self.call(self._close, 0.0)
 
     def _close(self, idle_seconds: float) -> None:

@@ -58,7 +58,7 @@ class Run:
     title: str
     work: Work
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The member's choices, as of a server's ``user_options``: environment, devices, hours."""
+    """The member's choices, like a server's ``user_options``: environment, devices, hours."""
     requeue: bool = False
     """True if it starts again after an interruption."""
     restarts: int = 0
@@ -74,11 +74,11 @@ class Run:
     outcome: str = ""
     """Empty while it is open, else ``done``, ``failed`` or ``stopped``."""
     reason: str = ""
-    """Why it ended so, as a sentence; empty if it is done. While it is open: its last line."""
+    """Why it ended, as a sentence; empty if it is done. While it is open: its last line."""
     exit_code: int | None = None
     """The exit status of its program; None if it never ended by itself."""
     sweep: str | None = None
-    """The sweep that it is a part of."""
+    """The id of its sweep, if any."""
     at_most: int | None = None
     """How many runs of its sweep may wait in the queue or run at once; None for all."""
     admitted_at: datetime | None = None
@@ -97,7 +97,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run's program recorded in ``run.json``: its member could have written anything."""
+    """What a run recorded in ``run.json``. Its member could have written anything there."""
 
     cell: int | None = None
     """The cell that a notebook executes, from 1."""
@@ -116,7 +116,7 @@ class FollowedRun:
 
     @property
     def is_to_be_started(self) -> bool:
-        """True if it waits, or holds a lease without a container that anybody has seen."""
+        """True if it waits, or has a lease whose container was never seen."""
         if self.run.is_held_back or self.has_to_settle:
             return False
         return self.state in (RunState.WAITING, RunState.STARTING)
@@ -134,7 +134,7 @@ class FollowedRun:
 
     @property
     def state(self) -> RunState:
-        """The run's state at the moment at which both were read."""
+        """The run's state when both were read."""
         if self.run.outcome:
             return RunState(self.run.outcome)
         if self.lease is None or self.lease.state is LeaseState.ENDED:

@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 
 LARGEST = 20 << 20
-"""Bytes of a notebook."""
+"""The most bytes of a notebook that is converted."""
 LARGEST_HTML = 100 << 20
 SECONDS = 60
 MEMORY_BYTES = 2 << 30
@@ -31,15 +31,15 @@ TEMPLATE = """
 
 
 class NotRendered(Exception):
-    """A file is no notebook, or too much of one."""
+    """A file is not a notebook, or converting it takes too much time or memory."""
 
 
 async def render(notebook: bytes) -> bytes:
-    """Return a notebook as HTML, with what its member wrote. Raises NotRendered."""
+    """Return a notebook as HTML, as untrusted as the notebook. Raises NotRendered."""
     async with AT_ONCE:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-I",  # nothing of the working directory or the environment
+            "-I",  # ignores the working directory and the environment
             __file__,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -63,7 +63,7 @@ def main() -> int:
     """Convert the notebook in the standard input; the exit status is 1 if that fails."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    # After the limits, which hold for them, too. They would take a second of the service's start.
+    # Imported here, so that the limits apply to them and the service starts a second faster.
     import nbformat
     from jinja2 import DictLoader
     from nbconvert.exporters import HTMLExporter

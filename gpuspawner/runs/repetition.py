@@ -19,7 +19,7 @@ MOST_PARAMETERS = 100
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """What was typed, or what a run was submitted with."""
+    """The values of the form: typed ones, or those of an earlier run."""
 
     title: str
     command: str
@@ -60,10 +60,10 @@ class Repetition:
         return told | {"gpus": self.gpus, "hours": self.hours}
 
     def body(self, followed: FollowedRun, key: str) -> RunBody:
-        """Return the submission of a new run, like another one but for this.
+        """Return the submission of a run like an earlier one, with the values of this form.
 
-        Its notebook is the copy that the other one made when it began. Raises InvalidRequest with
-        a sentence that names the field.
+        Its notebook is the copy that the earlier run made when it started. Raises InvalidRequest
+        with a sentence that names the field.
         """
         run, lease = followed.run, followed.lease
         has_copy = lease is not None and lease.started_at is not None
@@ -100,7 +100,7 @@ class Repetition:
 
     def _options(self, before: Mapping[str, Any]) -> dict[str, Any]:
         options = {name: value for name, value in before.items() if name not in ("gpus", "hours")}
-        options.pop("shown_at", None)  # the prices of now apply
+        options.pop("shown_at", None)  # the current prices apply
         if self.gpus:
             if not (self.gpus.isascii() and self.gpus.isdigit() and len(self.gpus) < 5):
                 raise invalid("gpus", f"is {self.gpus[:20]!r}: write a whole number, such as 1.")
@@ -117,7 +117,7 @@ class Repetition:
 
 
 def parsed(value: str) -> Any:
-    """Return a parameter as JSON says it, or else the text."""
+    """Return a parameter parsed as JSON, or the text if it is not JSON."""
     try:
         found = json.loads(value)
     except (ValueError, RecursionError):

@@ -112,7 +112,7 @@ def count_open(connection: sa.Connection, user: str) -> int:
 
 
 def ended_ids(connection: sa.Connection, ids: Collection[str]) -> set[str]:
-    """Return those of some runs that have ended."""
+    """Return the ids of those runs that have ended."""
     ended = sa.select(runs.c.id).where(runs.c.id.in_(ids), sa.not_(OPEN_RUN))
     return set(connection.execute(ended).scalars())
 
@@ -127,7 +127,7 @@ def newest(
 ) -> list[Run]:
     """Return a member's runs (None: everybody's), newest first, after ``before``.
 
-    ``leading``: of a sweep only the run with which it began.
+    ``leading``: only the first run of each sweep.
     """
     chosen = _ALL.order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit)
     if user is not None:
@@ -141,7 +141,7 @@ def newest(
 
 
 def end(connection: sa.Connection, run_id: str, end: RunEnd, at: datetime) -> bool:
-    """End a run. Returns False if it has ended before: its first end stays."""
+    """End a run. Returns False if it has already ended, and keeps its first end."""
     changes = {"how": end.outcome, "why": end.reason, "status": end.exit_code, "at": at}
     return connection.execute(_END, {"run": run_id, **changes}).rowcount == 1
 

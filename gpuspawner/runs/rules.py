@@ -27,7 +27,7 @@ MOST_RESTARTS = 3
 """How often a run begins again after it was interrupted."""
 
 INTERRUPTIONS = frozenset({"lost"})
-"""Outcomes of leases that the hub caused, and not the run or its member."""
+"""Outcomes of leases that the hub caused, not the run or its member."""
 
 INTERRUPTED = frozenset({143, 255})
 """Exit statuses of a container that somebody stopped, or that went down with its machine."""
@@ -51,10 +51,10 @@ class RunEnd:
 
 
 def end_of(lease: Lease, exit_code: int | None, last_line: str = "") -> RunEnd | None:
-    """Return how a run ended whose lease has ended; None if it was interrupted by us.
+    """Return how a run ended, from its ended lease; None if it was interrupted.
 
     ``exit_code`` is its program's exit status; None if it never ended by itself. ``last_line`` is
-    what it printed last.
+    the last line it printed.
     """
     if lease.state is not LeaseState.ENDED:
         raise ValueError(f"lease {lease.id} is open")
@@ -73,7 +73,7 @@ def end_of(lease: Lease, exit_code: int | None, last_line: str = "") -> RunEnd |
 
 
 def end_after_ticket(ticket: Ticket) -> RunEnd | None:
-    """Return how a run ended that lost its place in the queue; None if it did not."""
+    """Return how a run ended because its ticket did; None if it goes on."""
     if ticket.outcome in WENT_ON or not ticket.outcome:
         return None
     outcome = "stopped" if ticket.outcome == "cancelled" else "failed"
@@ -94,13 +94,13 @@ def was_preempted(lease: Lease) -> bool:
 
 
 def is_file_name(path: str) -> bool:
-    """Return True if a path leads down from a folder, and can be shown and sent."""
+    """Return True if a path stays below its folder, and can be shown and sent."""
     is_short = 0 < len(path) <= LONGEST_PATH
     return is_short and path.isprintable() and not {"", ".", ".."} & set(path.split("/"))
 
 
 def read_record(data: bytes) -> RunRecord:
-    """Return what a ``run.json`` says, without anything that cannot be true."""
+    """Return the contents of a ``run.json``, without values that cannot be true."""
     try:
         told = json.loads(data)
     except (ValueError, RecursionError):
@@ -124,10 +124,10 @@ def _is_count(number: object) -> TypeGuard[int]:
 
 
 def may_restart(run: Run, lease: Lease) -> bool:
-    """Return True if a run begins again that was interrupted with this lease.
+    """Return True if a run begins again after this lease was interrupted.
 
-    A run whose program never began always begins again: nothing is computed twice. So does a run
-    that had to yield its devices, as often as that happens.
+    A run whose program never began needs no ``requeue``: nothing is computed twice. A run that
+    yielded its devices begins again every time.
     """
     if was_preempted(lease):
         return True

@@ -1,4 +1,4 @@
-"""The page of one run: how far it is, its log, its output and its files, and the form for more."""
+"""The page of one run: its progress, log, output and files, and the form that runs it again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .repetition import Repetition
 from .views import COLOURS, run_figures, submit
 
 SHOWN_LOG_BYTES = 256 * 1024
-"""The end of a log that a page shows."""
+"""How much of the end of a log a page shows."""
 
 COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 """Sequences that move a terminal's cursor or colour its text, and other control characters."""
@@ -123,10 +123,10 @@ class RunAgainPage(RunPage):
 
 
 class RunOutputPage(ServiceHandler):
-    """A run's output notebook, for a frame that keeps it apart from the hub."""
+    """A run's output notebook, for a frame that is isolated from the hub."""
 
     def set_default_headers(self) -> None:
-        """Set the headers of something that a member wrote."""
+        """Set the headers of content that a member wrote."""
         super().set_default_headers()
         self.set_header("Content-Type", "text/html; charset=utf-8")
         self.set_header("Content-Security-Policy", FRAMED)
@@ -154,7 +154,7 @@ class RunOutputPage(ServiceHandler):
 
 
 def readable(printed: bytes) -> str:
-    """Return what a terminal would show in the end of what was printed."""
+    """Return printed bytes as the text that a terminal would finally show."""
     lines = COLOUR.sub("", printed.decode(errors="replace")).split("\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)  # progress bars
 

@@ -36,7 +36,7 @@ EXECUTING = re.compile(rb"Executing Cell (\d+)-")
 """How papermill says which cell it executes."""
 
 OLD_SECONDS = 60
-"""After so long, the files are listed again when something is printed."""
+"""Seconds after which the files are listed again when something is printed."""
 
 MOST_FILES = 1000
 """How many files of its folder a run lists."""
@@ -102,14 +102,14 @@ class Record:
         self.written_at = 0.0
 
     def write(self, **more: Any) -> None:
-        """Write it anew, as a whole or not at all. A full disk does not end the run."""
+        """Rewrite it atomically. A full disk does not end the run."""
         try:
             self._write(more)
         except OSError as error:
             print(f"run.json was not written: {error.strerror}", flush=True)
 
     def write_end(self, **more: Any) -> None:
-        """Write it for the last time, in silence: the log's last line is the program's own."""
+        """Write it for the last time, without a message: the log ends with the program's own."""
         with contextlib.suppress(OSError):
             self._write(more)
 
@@ -121,7 +121,7 @@ class Record:
         part.replace(self.folder / "run.json")
 
     def note(self, said: bytes) -> None:
-        """Write it if a notebook's next cell begins, by what papermill said, or if it is old."""
+        """Write it if papermill says that the next cell begins, or if it is old."""
         found = EXECUTING.findall(said) if self.told["notebook"] else []
         if found and int(found[-1]) != self.told.get("cell"):
             self.write(cell=int(found[-1]), cells=self.told.get("cells") or self._count_cells())
@@ -229,7 +229,7 @@ def _carry_out(
 
 
 def _handles(group: int, number: int) -> bool:
-    """Return True if a process of a group has a handler of its own for a signal."""
+    """Return True if a process of the group handles a signal itself."""
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
             if os.getpgid(int(status.parent.name)) != group:

@@ -36,7 +36,10 @@ def insert(connection: sa.Connection, schedule: Schedule) -> bool:
 
 
 def get(connection: sa.Connection, schedule_id: str, *, lock: bool = False) -> Schedule:
-    """Return a schedule. ``lock`` locks its row until the end. Raises UnknownSchedule."""
+    """Return a schedule. ``lock`` locks its row until the transaction ends.
+
+    Raises UnknownSchedule.
+    """
     one = _ALL.where(schedules.c.id == schedule_id)
     row = connection.execute(one.with_for_update() if lock else one).one_or_none()
     if row is None:
@@ -52,7 +55,7 @@ def of_key(connection: sa.Connection, user: str, key: str) -> Schedule | None:
 
 
 def of_user(connection: sa.Connection, user: str | None) -> list[Schedule]:
-    """Return a member's schedules (None: everybody's), the newest first."""
+    """Return a member's schedules (None: everybody's), newest first."""
     query = _ALL.order_by(schedules.c.created_at.desc(), schedules.c.id)
     if user is not None:
         query = query.where(schedules.c.user == user)
@@ -72,7 +75,7 @@ def update(connection: sa.Connection, schedule: Schedule) -> None:
 
 
 def note_refusal(connection: sa.Connection, schedule_id: str, refusal: str) -> None:
-    """Write why the newest time of a schedule did not become a run; empty if it did."""
+    """Record why the latest run of a schedule was refused; empty if it was accepted."""
     this = sa.update(schedules).where(schedules.c.id == schedule_id)
     connection.execute(this.values(refusal=refusal))
 
@@ -84,8 +87,8 @@ def delete(connection: sa.Connection, schedule_id: str) -> None:
     connection.execute(sa.delete(schedules).where(schedules.c.id == schedule_id))
 
 
-def come(connection: sa.Connection, now: datetime) -> list[str]:
-    """Return the schedules whose next time has come."""
+def find_due_ids(connection: sa.Connection, now: datetime) -> list[str]:
+    """Return the ids of the schedules whose next time has come, earliest first."""
     query = sa.select(schedules.c.id).where(
         schedules.c.next_at <= now, schedules.c.paused.is_(sa.false())
     )
@@ -95,7 +98,7 @@ def come(connection: sa.Connection, now: datetime) -> list[str]:
 def add_time(
     connection: sa.Connection, schedule_id: str, due_at: datetime, run: str | None = None
 ) -> bool:
-    """Add a time of a schedule. Returns False if it is there."""
+    """Record a time of a schedule. Returns False if it is already recorded."""
     row = {"schedule_id": schedule_id, "due_at": due_at, "run_id": run, "reason": ""}
     with connection.begin_nested() as savepoint:
         try:
@@ -107,7 +110,7 @@ def add_time(
 
 
 def due_runs(connection: sa.Connection, schedule_id: str | None = None) -> list[DueRun]:
-    """Return the times, of one schedule or of all, that are to become runs, oldest first."""
+    """Return the runs still to be submitted, of one schedule or of all, oldest first."""
     joined = schedule_times.join(schedules, schedules.c.id == schedule_times.c.schedule_id)
     query = sa.select(schedule_times.c.due_at, *_COLUMNS).select_from(joined).where(DUE_TIME)
     if schedule_id is not None:
@@ -127,7 +130,7 @@ def note_run(connection: sa.Connection, schedule_id: str, due_at: datetime, run:
 
 
 def note_reason(connection: sa.Connection, schedule_id: str, due_at: datetime, reason: str) -> bool:
-    """Record why a time does not become a run, once. Returns False if it was recorded before."""
+    """Record why a time submits no run. Returns False if it already has a run or a reason."""
     this = sa.update(schedule_times).where(
         schedule_times.c.schedule_id == schedule_id, schedule_times.c.due_at == due_at, DUE_TIME
     )
@@ -137,7 +140,7 @@ def note_reason(connection: sa.Connection, schedule_id: str, due_at: datetime, r
 def times_of(
     connection: sa.Connection, ids: Collection[str], most: int
 ) -> dict[str, list[ScheduledTime]]:
-    """Return the newest times of schedules, the newest first."""
+    """Return the latest times of each schedule, newest first."""
     number = sa.func.row_number().over(partition_by=schedule_times.c.schedule_id, order_by=_NEWEST)
     ranked = sa.select(schedule_times, number.label("number"))
     newest = ranked.where(schedule_times.c.schedule_id.in_(ids)).subquery()
@@ -149,7 +152,7 @@ def times_of(
 
 
 def forget_times(connection: sa.Connection, schedule_id: str, most: int) -> None:
-    """Delete all but the newest times of a schedule."""
+    """Delete all but the latest times of a schedule; due ones stay."""
     theirs = schedule_times.c.schedule_id == schedule_id
     oldest = sa.select(schedule_times.c.due_at).where(theirs).order_by(_NEWEST)
     limit = connection.execute(oldest.offset(most).limit(1)).scalar_one_or_none()

@@ -21,19 +21,19 @@ _CRON = Field(
 
 
 class ScheduleBody(RunBody):
-    """A run that is submitted again and again."""
+    """A run to submit at each time of a cron expression."""
 
     cron: Written = _CRON
     zone: Written = written(LONGEST_ZONE, "Europe/Vienna", "UTC")
     paused: Flag = False
 
     def repeated_work(self) -> Work:
-        """Return what each run does. Raises InvalidRequest if that is not one thing."""
+        """Return what each run does. Raises InvalidRequest unless it is a command or a notebook."""
         return replace(self.work(""), folder="")
 
 
 class ScheduleChangeBody(Body):
-    """What is to be otherwise; what is left out stays."""
+    """Changes to a schedule. Fields that are left out keep their values."""
 
     title: Written | None = Field(
         None, examples=["train"], json_schema_extra={"maxLength": LONGEST_TITLE}
@@ -44,12 +44,14 @@ class ScheduleChangeBody(Body):
     zone: Written | None = Field(
         None, examples=["Europe/Vienna"], json_schema_extra={"maxLength": LONGEST_ZONE}
     )
-    paused: Flag | None = Field(None, description="Whether its times pass without a run.")
-    parameters: JSONObject | None = Field(None, description="Of the notebook; all of them.")
-    options: JSONObject | None = Field(None, description="What each run needs; all of them.")
+    paused: Flag | None = Field(None, description="If true, no runs are submitted.")
+    parameters: JSONObject | None = Field(
+        None, description="Replaces all parameters of the notebook."
+    )
+    options: JSONObject | None = Field(None, description="Replaces all options of the runs.")
 
     def edit(self, schedule: Schedule) -> Schedule:
-        """Return the schedule as it is to be."""
+        """Return the schedule with these changes."""
         fields = {name: value for name, value in self if value is not None}
         if "title" in fields:
             fields["title"] = fields["title"].strip()[:LONGEST_TITLE] or schedule.title
@@ -59,7 +61,7 @@ class ScheduleChangeBody(Body):
 
 
 class RunNowBody(Body):
-    """A run of a schedule, before its next time."""
+    """A request to submit a run of a schedule now."""
 
     key: Key = ""
 
@@ -68,8 +70,10 @@ class ScheduledTimeAnswer(Answer):
     """A time of a schedule."""
 
     due_at: Instant
-    run: str | None = Field(description="The run that it became.")
-    reason: str = Field(description="Why it became no run; empty while it is to become one.")
+    run: str | None = Field(description="The run submitted for it; null if there is none.")
+    reason: str = Field(
+        description="Why no run was submitted; empty if one was, or if it is still due."
+    )
 
 
 class ScheduleAnswer(Answer):
@@ -81,9 +85,9 @@ class ScheduleAnswer(Answer):
     cron: str = told("schedule.cron")
     zone: str = told("schedule.zone")
     paused: bool = told("schedule.paused")
-    next_at: Instant | None = Field(description="Its next time; null while it is paused.")
+    next_at: Instant | None = Field(description="Its next time; null while paused.")
     refusal: str = told(
-        "schedule.refusal", description="Why its newest time became no run; empty if it did."
+        "schedule.refusal", description="Why its latest run was refused; empty if it was accepted."
     )
     command: tuple[str, ...] = told("schedule.work.command")
     notebook: str = told("schedule.work.notebook")
@@ -93,7 +97,7 @@ class ScheduleAnswer(Answer):
     requeue: bool = told("schedule.requeue")
     preemptible: bool = told("schedule.preemptible")
     created_at: Instant = told("schedule.created_at")
-    times: tuple[ScheduledTimeAnswer, ...] = Field(description="Its newest times, newest first.")
+    times: tuple[ScheduledTimeAnswer, ...] = Field(description="Its latest times, newest first.")
 
 
 class SchedulesAnswer(DatedAnswer):

@@ -1,4 +1,4 @@
-"""Schedules of runs: each time is submitted once, also while no server of the member runs."""
+"""Schedules of runs: each time submits one run, whether or not the member has a server."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from .schedules import (
 )
 
 SHOWN_TIMES = 10
-"""How many times of each schedule a list has."""
+"""How many times of each schedule a list shows."""
 
 
 @dataclass(eq=False)
 class ScheduleService:
-    """The only code that changes schedules and decides which of their times become runs.
+    """The only code that changes schedules and decides which of their times submit a run.
 
     A time is recorded before its run is submitted, and the run's key is made from the time. So
     there is one run, even if a process is killed in between or two services submit it.
@@ -77,22 +77,23 @@ class ScheduleService:
         return self.store.run(lambda c: repository.of_key(c, user, key)) if key else None
 
     def get(self, schedule_id: str) -> FollowedSchedule:
-        """Return a schedule with all the times that are kept. Raises UnknownSchedule."""
+        """Return a schedule with all its recorded times. Raises UnknownSchedule."""
         with self.store.read() as connection:
             found = [repository.get(connection, schedule_id)]
             return _followed(connection, found, KEPT_TIMES)[0]
 
     def of_user(self, user: str | None) -> list[FollowedSchedule]:
-        """Return a member's schedules (None: everybody's), the newest first."""
+        """Return a member's schedules (None: everybody's), newest first."""
         with self.store.read() as connection:
             return _followed(connection, repository.of_user(connection, user), SHOWN_TIMES)
 
     def change(
         self, schedule_id: str, edit: Callable[[Schedule], Schedule], *, actor: str
     ) -> FollowedSchedule:
-        """Change a schedule by a function of it. Its next time is counted from now on.
+        """Change a schedule with ``edit``. A changed cron expression applies from now on.
 
-        What came due before is submitted as it was. Raises UnknownSchedule or InvalidRequest.
+        Times that are already recorded as due still submit their run. Raises UnknownSchedule or
+        InvalidRequest.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -120,12 +121,12 @@ class ScheduleService:
         return followed
 
     def find_due(self) -> list[DueRun]:
-        """Write the times that have come, and return those that are to become runs.
+        """Record the times that have come, and return those whose run is still to be submitted.
 
-        Of several that were missed, the newest becomes a run.
+        If several were missed, only the latest submits a run.
         """
         now = self.clock()
-        for schedule_id in self.store.run(lambda c: repository.come(c, now)):
+        for schedule_id in self.store.run(lambda c: repository.find_due_ids(c, now)):
             self._write_time(schedule_id, now)
         return self.store.run(repository.due_runs)
 
@@ -157,7 +158,7 @@ class ScheduleService:
         return self.store.run(lambda c: runs_repository.of_key(c, due.schedule.user, due.key))
 
     def note_run(self, due: DueRun, run: str) -> None:
-        """Record that a time was submitted."""
+        """Record the run that was submitted for a time."""
         schedule_id = due.schedule.id
         with self.store.write() as connection:
             if repository.note_run(connection, schedule_id, due.due_at, run):
@@ -176,9 +177,9 @@ class ScheduleService:
             repository.forget_times(connection, schedule_id, KEPT_TIMES)
 
     def note_refused(self, due: DueRun, reason: str) -> bool:
-        """Record why a time did not become a run. Returns True if its member is told.
+        """Record why a run was refused. Returns True if the member gets a notice.
 
-        They are told of the first of several in a row.
+        Several refusals in a row cause one notice.
         """
         schedule_id, now = due.schedule.id, self.clock()
         with self.store.write() as connection:

@@ -29,7 +29,7 @@ from .schemas import LONGEST_TITLE, RunAnswer
 from .sweep_views import SubmittingAPI
 
 OF_ONE_START = "shown_at"
-"""The option with the prices that a member saw; those of each run's own time apply."""
+"""The option that says when a member saw the prices. A run has those of its own time."""
 
 
 class SchedulesAPI(SubmittingAPI):
@@ -51,7 +51,7 @@ class SchedulesAPI(SubmittingAPI):
     )
     @web.authenticated
     async def post(self) -> None:
-        """Create a schedule. Its runs are submitted with no session of mine running."""
+        """Create a schedule. Its runs start whether or not I have a session."""
         sent = self.sent(ScheduleBody)
         known = await self.read(self.services.schedules.of_key, self.user, sent.key)
         if known is None:
@@ -101,7 +101,7 @@ class ScheduleAPI(SubmittingAPI):
     )
     @web.authenticated
     async def patch(self, schedule_id: str) -> None:
-        """Change one of my schedules, pause it or let it go on. Runs that are there stay."""
+        """Change, pause or resume one of my schedules. Existing runs are not affected."""
         sent = self.sent(ScheduleChangeBody)
         found = await own_schedule(self, schedule_id)
         if found.schedule.user != self.user:
@@ -150,7 +150,7 @@ class ScheduleRunAPI(SubmittingAPI):
 
 
 class PauseSchedulePage(FormPage):
-    """The form that pauses a schedule, or lets it go on."""
+    """The form that pauses or resumes a schedule."""
 
     @web.authenticated
     async def get(self, schedule_id: str, _what: str) -> None:

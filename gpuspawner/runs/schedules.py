@@ -1,7 +1,7 @@
 """Schedules: a cron expression in a time zone says when a program or notebook runs. Pure.
 
-A time of day that daylight saving skips comes at the end of the gap; one that occurs twice comes at
-the first. An expression with a star for its hours or minutes follows real hours.
+A time of day that daylight saving time skips moves to the end of the gap; one that occurs twice
+counts the first time only. An expression with a star for its hours or minutes follows real hours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONGEST_CRON = 100
 LONGEST_ZONE = 64
 
 KEPT_TIMES = 50
-"""How many of a schedule's last times are kept."""
+"""How many of a schedule's latest times are kept."""
 
 NO_CRON = (
     "is not a cron expression: write minute, hour, day of the month, month and day of the week, "
@@ -42,22 +42,22 @@ class Schedule:
     id: str
     user: str
     key: str = ""
-    """The client's idempotency key: creating it again with it returns this one. Empty: none."""
+    """The client's idempotency key: a second request with it returns this schedule. Empty: none."""
     title: str
     cron: str
     zone: str
     work: Work
     """What each run does; ``folder`` is empty, as each run has its own."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The member's choices, as of a run."""
+    """The member's choices, as for a run."""
     requeue: bool = False
     preemptible: bool = False
     created_at: datetime
     paused: bool = False
     next_at: datetime
-    """The next time; while it is paused, it does not count."""
+    """The next time; ignored while the schedule is paused."""
     refusal: str = ""
-    """Why its newest time did not become a run; empty if it did."""
+    """Why its latest run was refused; empty if it was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +66,34 @@ class ScheduledTime:
 
     due_at: datetime
     run: str | None = None
-    """The run that was submitted; None if there is none, or none yet."""
+    """The id of the submitted run; None if none was submitted."""
     reason: str = ""
-    """Why there is no run, as a sentence; empty until the time is submitted."""
+    """Why no run was submitted, as a sentence; empty if one was, or if it is still due."""
 
 
 @dataclass(frozen=True, slots=True)
 class FollowedSchedule:
-    """A schedule with its newest times, the newest first."""
+    """A schedule with its latest times, newest first."""
 
     schedule: Schedule
     times: tuple[ScheduledTime, ...] = ()
 
     @property
     def last(self) -> ScheduledTime | None:
-        """Its newest time; None before the first."""
+        """Its latest time; None before the first."""
         return self.times[0] if self.times else None
 
 
 @dataclass(frozen=True, slots=True)
 class DueRun:
-    """A time of a schedule that is to become a run."""
+    """A time of a schedule whose run is still to be submitted."""
 
     schedule: Schedule
     due_at: datetime
 
     @property
     def key(self) -> str:
-        """The idempotency key of its run, by which it is submitted once."""
+        """The idempotency key of its run, which prevents a second submission."""
         return f"schedule:{self.schedule.id}:{int(self.due_at.timestamp())}"
 
     @property
@@ -103,7 +103,7 @@ class DueRun:
 
 
 def require_cron(cron: str, zone: str, now: datetime) -> datetime:
-    """Return the first time of a new expression. Raises InvalidRequest for one that never comes."""
+    """Return the first time of an expression. Raises InvalidRequest if it is wrong or has none."""
     try:
         open_zone(zone)
     except ValueError as error:
@@ -123,22 +123,22 @@ def require_cron(cron: str, zone: str, now: datetime) -> datetime:
 def next_time(cron: str, zone: str, after: datetime) -> datetime:
     """Return the first time after this one, in UTC.
 
-    Raises StopIteration if there is none in the next 50 years.
+    Raises StopIteration if the expression matches no time in the next 50 years.
     """
     times = CronSim(cron, after.astimezone(open_zone(zone)))
     while True:
-        # In the hour that occurs twice, a time of day is found that has been.
+        # In the hour that occurs twice, CronSim may return a time before `after`.
         found = next(times).astimezone(timezone.utc)
         if found > after:
             return found
 
 
 def newest_due(schedule: Schedule, now: datetime) -> tuple[datetime, datetime]:
-    """Return the newest time that has come, and the one after it.
+    """Return the latest time up to now, and the first one after now.
 
-    ``schedule.next_at`` has come.
+    ``schedule.next_at`` must not be later than ``now``.
     """
-    for window in _WINDOWS:  # a schedule of each minute may have missed a year of them
+    for window in _WINDOWS:  # a schedule for each minute may have missed a year of times
         start = max(schedule.next_at, now - window)
         found, after = None, start - timedelta(seconds=1)
         while (after := next_time(schedule.cron, schedule.zone, after)) <= now:

@@ -37,7 +37,7 @@ LONGEST_TITLE = 100
 
 INPUT_NAME = "input.ipynb"
 INPUT = re.compile(rf"(?P<folder>runs/[^/]+)/{re.escape(INPUT_NAME)}")
-"""A notebook that its member's program has copied into the folder of its run."""
+"""A notebook that a program of the member has copied into the folder of its run."""
 
 _PATH = re.compile(r"(?!/)(?!.*(?:^|/)\.\.(?:/|$))[^\x00]{1,500}")
 
@@ -112,10 +112,10 @@ class RunBody(Body):
     key: Key = ""
 
     def work(self, folder: str) -> Work:
-        """Return what the run does. Raises InvalidRequest if that is not one thing.
+        """Return what the run does. Raises InvalidRequest unless it is a command or a notebook.
 
-        ``folder`` is for its files; a notebook that is the ``input.ipynb`` of such a folder keeps
-        that one.
+        ``folder`` is for its files. A notebook that is already the ``input.ipynb`` of a run's
+        folder keeps that folder.
         """
         if (found := INPUT.fullmatch(self.notebook)) is not None:
             folder = found["folder"]
@@ -135,13 +135,13 @@ class RunBody(Body):
 
 
 class QuoteBody(Body):
-    """What is asked of a run before it is submitted."""
+    """A run whose price is asked for."""
 
     options: JSONObject = {}
     lease: Written = Field(
         "",
         examples=["0a1b2c"],
-        description="Of the session whose options count where none are sent.",
+        description="The session whose options apply where none are sent.",
     )
     preemptible: Flag = False
 
@@ -154,7 +154,7 @@ class QuotedAccount(Answer):
 class QuoteAnswer(Answer):
     """What a run would cost, when it would start, and what its member may choose."""
 
-    options: dict[str, Any] = Field(description="All of them, to submit the run with.")
+    options: dict[str, Any] = Field(description="All options, with which the run can be submitted.")
     environment: str
     environment_name: str
     gpus: Count
@@ -172,10 +172,12 @@ class QuoteAnswer(Answer):
         description="How long the account pays, if that ends the run before its time limit."
     )
     refusal: str = Field(description="Why it would be refused; empty if it would not.")
-    preemptible: bool = Field(description="Whether these are the price and start of such a run.")
+    preemptible: bool = Field(
+        description="Whether the price and start are those of a preemptible run."
+    )
     preemptible_share: Number | None = Field(
-        description="What a preemptible run costs, as a share of the price of another; null on a "
-        "hub without such runs."
+        description="The price of a preemptible run as a share of the usual price; null on a hub "
+        "without preemptible runs."
     )
     at_once: bool
     place: Count | None = Field(description="Its position in the queue, if it would wait.")
@@ -185,14 +187,14 @@ class QuoteAnswer(Answer):
 
 
 class SweepBody(RunBody):
-    """Runs of one command or notebook, each with other parameters.
+    """Runs of one command or notebook, each with different parameters.
 
-    A command has them in the place of their names in braces, such as ``{lr}``.
+    In a command, they replace their names in braces, such as ``{lr}``.
     """
 
     sets: ParameterSets
     at_most: Most | None = Field(
-        None, description="How many of them wait in the queue or run at once; null for all."
+        None, description="How many may wait in the queue or run at once; null for all."
     )
 
     def works(self, title: str, folder: str) -> list[tuple[str, Work]]:
@@ -212,7 +214,7 @@ class SweepBody(RunBody):
 
 
 class AgainBody(Body):
-    """The runs of a sweep that failed, once more."""
+    """A request to submit the failed runs of a sweep again."""
 
     key: Key = ""
 
@@ -229,7 +231,7 @@ class RunAnswer(Answer):
     parameters: dict[str, Any] = told("run.work.parameters")
     directory: str = told("run.work.directory")
     folder: str = told("run.work.folder")
-    options: dict[str, Any] = told("run.options", description="What it was submitted with.")
+    options: dict[str, Any] = told("run.options", description="The options it was submitted with.")
     requeue: bool = told("run.requeue")
     restarts: Count = told("run.restarts")
     preemptible: bool = told("run.preemptible")
@@ -242,7 +244,9 @@ class RunAnswer(Answer):
     lease: str | None = told("lease.id", None)
     charged: Amount = told("lease.charged", 0)
     cell: Count | None = told(
-        "record.cell", None, description="Of one run: the cell that its notebook executes."
+        "record.cell",
+        None,
+        description="The cell that its notebook executes; only for a single run.",
     )
     cells: Count | None = told("record.cells", None)
     sweep: str | None = told("run.sweep")
@@ -267,22 +271,24 @@ class RunFilesAnswer(Answer):
 
 
 class SweepAnswer(Answer):
-    """A sweep, with its runs in the order in which they begin."""
+    """A sweep, with its runs in the order in which they start."""
 
     id: str
     user: str = told("first.user")
     at_most: Count | None = told("first.at_most")
     created_at: Instant = told("first.created_at")
     states: dict[str, Count] = Field(description="How many runs are in each state.")
-    charged: Amount = Field(description="For all its runs, and all that began again.")
+    charged: Amount = Field(description="For all its runs and their restarts.")
     runs: tuple[RunAnswer, ...]
 
 
 class SweepQuoteAnswer(Answer):
-    """What a sweep costs at most."""
+    """The most that a sweep can cost."""
 
     runs: Count
     seconds: Count | None = Field(description="The time limit of each run.")
-    rate_per_hour: Amount = told("rate", description="Of one run, on the dearest GPUs that fit.")
+    rate_per_hour: Amount = told(
+        "rate", description="Of one run, on the most expensive GPUs that fit."
+    )
     most: Amount | None = Field(description="Of all runs, if each lasts until its time limit.")
-    hold: Amount = Field(description="What must be there for those that run at once.")
+    hold: Amount = Field(description="The credits needed for the runs that start at once.")

@@ -1,4 +1,4 @@
-"""Runs: submitted once, ended once, and begun again after an interruption of ours."""
+"""Runs: each is submitted once, ends once, and begins again after an interruption."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RunService:
         return runs[0], is_new
 
     def submit_all(self, runs: Sequence[Run]) -> tuple[list[Run], bool]:
-        """Save a member's runs, all or none. Of a sweep, the first one has the key.
+        """Save a member's runs, all or none. The first run of a sweep has the key.
 
         Returns the runs and True, or the existing run or sweep with the same key and False.
         Raises MembershipEnded, TooManyRuns or SweepTooLarge.
@@ -89,11 +89,11 @@ class RunService:
         return list(runs), True
 
     def require_room(self, user: str, count: int) -> None:
-        """Raise TooManyRuns or SweepTooLarge if a member cannot have so many more runs."""
+        """Raise TooManyRuns or SweepTooLarge if a member cannot have ``count`` more runs."""
         self.store.run(lambda c: _require_room(c, user, count))
 
     def admit(self) -> None:
-        """Let runs of sweeps join the queue in the place of those that have ended."""
+        """Let runs of sweeps join the queue as earlier ones end."""
         for sweep in self.store.run(repository.sweeps_held_back):
             now = self.clock()
             with self.store.write() as connection:
@@ -108,7 +108,7 @@ class RunService:
             return Sweep(sweep_id, tuple(_followed(connection, runs)), charged)
 
     def stop_sweep(self, sweep_id: str, *, actor: str) -> Sweep:
-        """Stop all runs of a sweep, beginning with the last one. Raises UnknownSweep."""
+        """Stop all runs of a sweep, last one first. Raises UnknownSweep."""
         for followed in reversed(self.sweep(sweep_id).runs):
             self.stop(followed.run.id, actor=actor)
         return self.sweep(sweep_id)
@@ -142,8 +142,8 @@ class RunService:
     ) -> list[FollowedRun]:
         """Return a member's runs (None: everybody's), newest first.
 
-        ``before``: only those submitted before this run. ``leading``: of a sweep only its first
-        run. Raises UnknownRun.
+        ``before``: only those submitted before this run. ``leading``: only the first run
+        of each sweep. Raises UnknownRun.
         """
         with self.store.read() as connection:
             last = None if before is None else repository.get(connection, before)
@@ -179,7 +179,7 @@ class RunService:
         return self.get(run_id)
 
     def preempt(self, lease_id: str) -> None:
-        """Order the end of a preemptible run whose time to yield is over."""
+        """Order the end of a preemptible run whose time to yield has passed."""
         now = self.clock()
         with self.store.write() as connection:
             lease = leases_repository.get(connection, lease_id, lock=True)
@@ -202,7 +202,7 @@ class RunService:
                 self.log.info("Run %s failed: %s", run_id, reason)
 
     def settle(self) -> list[Run]:
-        """End every run whose lease has ended; those that may begin again wait again.
+        """End every run whose lease has ended, or let it wait again if it may begin again.
 
         Returns the runs that ended.
         """
@@ -310,7 +310,7 @@ def _require_room(connection: sa.Connection, user: str, runs: int) -> None:
 
 
 def _has_to_settle(connection: sa.Connection, run: Run, lease: Lease) -> bool:
-    """Return True if the run's newest lease has ended, and that was not handled yet."""
+    """Return True if the run's newest lease has ended and this was not handled yet."""
     if lease.state is not LeaseState.ENDED or lease.id == run.after_lease:
         return False
     # A lease that was lost with its hub puts the ticket back into the queue.

@@ -25,7 +25,7 @@ from .views import COLOURS
 
 
 class SubmittingAPI(ChangingAPI):
-    """The base of the operations that hand a sweep to the Hub."""
+    """Base of the operations that the Hub carries out."""
 
     for_servers = True
 
@@ -37,7 +37,7 @@ class SubmittingAPI(ChangingAPI):
         return self.context.hub
 
     def asked(self) -> dict[str, Any]:
-        """Return the sweep that was sent, as the Hub takes it. Raises HTTPError 400."""
+        """Return the sweep that was sent, in the Hub's format. Raises HTTPError 400."""
         sent = self.sent(SweepBody)
         what = sent.notebook.rpartition("/")[2] or (sent.command[0] if sent.command else "")
         title = (sent.title.strip() or what)[:LONGEST_TITLE]
@@ -47,7 +47,7 @@ class SubmittingAPI(ChangingAPI):
         return {**fields, "title": title, "works": _plain(works)}
 
     async def submit(self, fields: dict[str, Any]) -> None:
-        """Have the Hub save a sweep, and send it."""
+        """Have the Hub save a sweep, and answer with it."""
         with refusals():
             sweep = await self.hub.submit_sweep(self.user, fields)
         self.answer(SweepAnswer, await self.read(self.services.runs.sweep, sweep))
@@ -64,12 +64,12 @@ class SweepsAPI(SubmittingAPI):
 
 
 class SweepQuoteAPI(SubmittingAPI):
-    """What a sweep costs."""
+    """The price of a sweep."""
 
     @operation("sweeps/-/quote", SweepQuoteAnswer, name="quoteSweep", body=SweepBody, scope=SESSION)
     @web.authenticated
     async def post(self) -> None:
-        """Check a sweep, and return what it costs at most; nothing is submitted."""
+        """Check a sweep, and return the most that it can cost; nothing is submitted."""
         with refusals():
             price = await self.hub.quote_sweep(self.user, self.asked())
         self.finish(SweepQuoteAnswer.model_validate(price).as_json())
@@ -103,7 +103,7 @@ class SweepAgainAPI(SubmittingAPI):
     )
     @web.authenticated
     async def post(self, sweep_id: str) -> None:
-        """Submit the failed runs of one of my sweeps again, as a sweep of their own."""
+        """Submit the failed runs of one of my sweeps again, as a new sweep."""
         sent = self.sent(AgainBody)
         found = await own_sweep(self, sweep_id)
         if found.first.user != self.user:
@@ -193,7 +193,7 @@ class SweepAgainPage(SweepPage):
 
 
 def failed_again(sweep: Sweep, key: str, now: datetime) -> dict[str, Any]:
-    """Return a sweep of the failed runs of another one, as the Hub takes it.
+    """Return a new sweep of the failed runs, in the Hub's format.
 
     Raises NothingFailed.
     """
@@ -218,12 +218,12 @@ def failed_again(sweep: Sweep, key: str, now: datetime) -> dict[str, Any]:
 
 
 def new_folder(title: str, now: datetime) -> str:
-    """Return the beginning of the folders of a sweep that is submitted now."""
+    """Return how the folders of a sweep begin that is submitted now."""
     return f"runs/{now:%Y-%m-%d-%H%M%S}-{slug_of(title)}"
 
 
 def most_of(services: Services, sweep: Sweep) -> int | None:
-    """Return the microcredits that a sweep costs at most. Blocks.
+    """Return the most that a sweep can cost, in microcredits. Blocks.
 
     None if its runs have no time limit, or none of them has a lease or a ticket yet.
     """

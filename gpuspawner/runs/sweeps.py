@@ -1,4 +1,4 @@
-"""Sweeps: runs of one program or notebook, each with other parameters. Pure."""
+"""Sweeps: runs of one program or notebook, each with different parameters. Pure."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from .models import FollowedRun, Run, Work
 from .rules import slug_of
 
 FIRST = "-001"
-"""What the id of a sweep's first run has after that of the sweep."""
+"""The end of the id of a sweep's first run, which follows the id of the sweep."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Runs of one program or notebook, each with other parameters, that were submitted together."""
+    """Runs of one program or notebook with different parameters, submitted together."""
 
     id: str
     runs: tuple[FollowedRun, ...]
-    """In the order in which they begin."""
+    """In the order in which they start."""
     charged: int
-    """Microcredits, of all leases of its runs."""
+    """Microcredits charged for all leases of its runs."""
 
     @property
     def first(self) -> Run:
-        """The first run, which has what all have in common."""
+        """The first run, which has everything that the runs share."""
         return self.runs[0].run
 
     @property
     def title(self) -> str:
-        """The short form of its title that its id begins with."""
+        """The short form of its title, with which its id begins."""
         return self.id.rpartition("-")[0]
 
     @property
@@ -50,14 +50,14 @@ class Sweep:
         return {state.value: n for state, n in Counter(run.state for run in self.runs).items()}
 
     def most(self, rate: int | None, seconds: int | None) -> int | None:
-        """Return the microcredits that it costs at most: what it was charged, and what is to come.
+        """Return the most that it can cost, in microcredits: past charges and those to come.
 
         Args:
-            rate: Microcredits per hour of a run that has not begun; None if they are not known.
+            rate: Microcredits per hour of a run that has not started; None if unknown.
             seconds: Its time limit; None if it has none.
 
         Returns:
-            None if a run that has not ended costs something, and for how long is not known.
+            None if an open run costs something and has no known time limit.
         """
         found = self.charged
         for each in self.runs:
@@ -78,7 +78,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRequest:
-    """A sweep that is not submitted yet."""
+    """A sweep before its submission."""
 
     title: str
     works: Sequence[tuple[str, Work]]
@@ -110,7 +110,7 @@ class SweepRequest:
         ]
 
     def price(self, seconds: int | None, rate: int, hold: int) -> SweepPrice:
-        """Return what it costs at most, from the hourly rate and the hold of one run."""
+        """Return the most that it can cost, from the hourly rate and the hold of one run."""
         count = len(self.works)
         return SweepPrice(
             runs=count,
@@ -123,23 +123,23 @@ class SweepRequest:
 
 @dataclass(frozen=True, slots=True)
 class SweepPrice:
-    """What a sweep costs at most."""
+    """The most that a sweep can cost."""
 
     runs: int
     seconds: int | None
     """The time limit of each run."""
     rate: int
-    """Microcredits per hour of one run, on the dearest GPUs that fit."""
+    """Microcredits per hour of one run, on the most expensive GPUs that fit."""
     most: int | None
-    """Microcredits of all runs, if each lasts until its time limit; None without one."""
+    """Microcredits of all runs, if each lasts until its time limit; None without a limit."""
     hold: int
-    """Microcredits that must be there for those that run at once."""
+    """Microcredits that the account needs for the runs that start at once."""
 
 
 def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
-    """Return a command with values in the place of their names in braces, such as ``{lr}``.
+    """Return a command in which values replace their names in braces, such as ``{lr}``.
 
-    Raises InvalidRequest for a name that stands nowhere in it.
+    Raises InvalidRequest for a name that does not occur in the command.
     """
     for name in values:
         if not any(f"{{{name}}}" in word for word in command):
@@ -147,7 +147,7 @@ def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str
             raise InvalidRequest(sentence, field="command")
     if not values:
         return tuple(command)
-    # At once, so that a value with braces is not filled in itself.
+    # In one pass, so that braces in a value are left as they are.
     named = re.compile("|".join(re.escape(f"{{{name}}}") for name in values))
     return tuple(named.sub(lambda m: as_text(values[m[0][1:-1]]), word) for word in command)
 

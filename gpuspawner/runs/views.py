@@ -31,13 +31,13 @@ SHOWN = 50
 """Runs on a page."""
 
 MOST_RECORDS = 10
-"""How many notebooks that run are asked how far they are, on a page."""
+"""How many running notebooks a page shows the progress of."""
 
 COLOURS = {**dict.fromkeys((state.value for state in RunState), ""), "waiting": "granted"}
 COLOURS |= {"starting": "granted", "running": "running", "failed": "unknown"}
 """The style of each state's label."""
 
-BEFORE_RUN = Parameter("before", {"type": "string"}, "Of the next page: the last answer's `next`.")
+BEFORE_RUN = Parameter("before", {"type": "string"}, "For the next page: the last answer's `next`.")
 
 
 class RunsAPI(ChangingAPI):
@@ -123,13 +123,13 @@ class RunFigures:
     standing: QueuePosition | None = None
     """Its position while it waits."""
     record: RunRecord | None = None
-    """How far a notebook is that runs."""
+    """The progress of a running notebook."""
     sweep: Sweep | None = None
-    """The sweep for which its first run stands in the list."""
+    """The sweep that this row stands for, if it is a sweep's first run."""
 
 
 def run_figures(services: Services, found: Sequence[FollowedRun]) -> list[RunFigures]:
-    """Return runs with what they cost and where they stand. Blocks."""
+    """Return runs with their costs and positions in the queue. Blocks."""
     now = services.clock()
     leases = [some.lease for some in found if some.lease]
     costs = {x.lease.id: x.cost for x in view_models.lease_figures(services, leases, now)}
@@ -144,7 +144,7 @@ def run_figures(services: Services, found: Sequence[FollowedRun]) -> list[RunFig
 
 
 def _with_sweeps(services: Services, rows: Sequence[RunFigures]) -> list[RunFigures]:
-    """Return the rows of a list, where a sweep's first run stands for the sweep. Blocks."""
+    """Return the rows of a list, and add the sweep to its first run. Blocks."""
     return [
         replace(row, sweep=services.runs.sweep(row.followed.run.sweep))
         if row.followed.run.sweep
@@ -186,7 +186,7 @@ class RunsPage(FormPage):
         )
 
     async def _with_progress(self, found: Sequence[RunFigures]) -> list[RunFigures]:
-        """Return runs with how far their notebooks are, of the newest few."""
+        """Return runs with the progress of the newest few notebooks."""
         going_on = [some.followed for some in found if executes_notebook(some.followed)]
         asked = going_on[:MOST_RECORDS]
         records = await asyncio.gather(*(record_of(self, followed) for followed in asked))
@@ -214,14 +214,14 @@ class StopRunPage(FormPage):
 
 
 def executes_notebook(followed: FollowedRun) -> bool:
-    """Return True if a run executes a notebook just now."""
+    """Return True if a run is executing a notebook."""
     return followed.state is RunState.RUNNING and bool(followed.run.work.notebook)
 
 
 async def submit(handler: ServiceHandler, sent: RunBody, *, again: bool = False) -> str:
     """Have the Hub check and save a run of the user's, and return its id.
 
-    ``again``: its notebook is that of another run, whose folder stays as it is. Raises a
+    ``again``: its notebook is in the folder of an earlier run, which it must not write to. Raises a
     GPUSpawnerError with the sentence for the member.
     """
     what = sent.notebook.rpartition("/")[2] or (sent.command[0] if sent.command else "")

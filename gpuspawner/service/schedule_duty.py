@@ -8,20 +8,20 @@ from ..core.errors import GPUSpawnerError, Unavailable
 from ..runs.schedules import DueRun
 from .worker import TickDuty
 
-NO_MEMBER = "The hub has no member of this name any more."
+NO_MEMBER = "The hub no longer has a member with this name."
 
 
 class ScheduleDuty(TickDuty):
-    """Has the Hub submit a run for each time of a schedule that has come."""
+    """Has the Hub submit the runs of schedules when they are due."""
 
     async def round(self) -> None:
-        """Handle every schedule that has come once; one that fails does not delay others."""
+        """Submit each due run once; one that fails does not delay the others."""
         for due in await self.services.run(self.services.schedules.find_due):
             with self.tick.going_on(f"Schedule {due.schedule.id}"):
                 await self._submit(due)
 
     async def _submit(self, due: DueRun) -> None:
-        """Have a run submitted, or note why not. Raises Unavailable; the next round tries again."""
+        """Submit a run, or record its refusal. Raises Unavailable; the next round tries again."""
         schedules, schedule = self.services.schedules, due.schedule
         fields = {
             "title": schedule.title,
@@ -32,7 +32,7 @@ class ScheduleDuty(TickDuty):
             "key": due.key,
         }
         try:
-            # Of a run that is there, nothing is checked again: the money of now is not its price.
+            # An existing run is not checked again: its member may have spent the credits since.
             known = await self.services.run(schedules.run_of, due)
             run = known.id if known else await self.tick.hub.submit_run(schedule.user, fields)
         except Unavailable:

@@ -1,4 +1,4 @@
-"""Starts of runs: a spawner of their member's that starts a program in the place of a server."""
+"""Starts of runs: a spawner of the member starts a program instead of a server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _Start:
 
 
 class RunLauncher:
-    """All runs that this hub is about to start: each waits for its devices in a task of its own."""
+    """All runs that this hub is about to start. Each waits for its devices in its own task."""
 
     def __init__(self, settings: MutableMapping[str, Any], services: Services) -> None:
         self.settings = settings
@@ -68,7 +68,7 @@ class RunLauncher:
         self._starting: dict[str, _Start] = {}
         self._round = asyncio.Lock()
         self._tried: dict[str, float] = {}
-        """When preemptible runs that were tried may be tried again, by the monotonic clock."""
+        """When each preemptible run may be tried again, by the monotonic clock."""
 
     @classmethod
     def of(cls, settings: MutableMapping[str, Any]) -> RunLauncher:
@@ -130,14 +130,14 @@ class RunLauncher:
             known = saved[0]
         if known.sweep is None:
             raise InvalidRequest(
-                f"The key {asked.key!r} belongs to the run {known.id}, which is no sweep.",
+                f"The key {asked.key!r} belongs to the run {known.id}, which is not a sweep.",
                 field="key",
             )
         await self.start_all()
         return known.sweep
 
     async def quote_sweep(self, user: User, asked: SweepRequest) -> SweepPrice:
-        """Return what a sweep costs at most. Raises Refused for one that cannot be submitted."""
+        """Return the most that a sweep can cost. Raises Refused if it cannot be submitted."""
         run, *more = asked.runs(user.name, "quote", self.services.clock())
         await self.services.run(self.services.runs.require_room, user.name, 1 + len(more))
         request, terms = await self._require_possible(user, run)
@@ -149,8 +149,8 @@ class RunLauncher:
     ) -> RunQuote:
         """Return what a run with these options would cost, and when it would start.
 
-        Other options are those with which the member's ``server`` started, if any. Raises Refused
-        for options with which no run can be submitted.
+        Missing options are those of the member's ``server``, if any. Raises Refused if no run can
+        be submitted with them.
         """
         if server is not None and server in user.spawners:
             started = user.spawners[server].user_options or {}
@@ -183,7 +183,7 @@ class RunLauncher:
         """Start a task for each waiting run that has none, such as after a restart of the hub."""
         async with self._round:
             await self.services.run(self.services.runs.admit)
-            # One that starts during the query may be done before its answer, which is older.
+            # A start may begin and end during the query, whose answer is then out of date.
             busy = set(self._starting)
             followed = await self.services.run(self.services.runs.open_runs)
             busy |= self._starting.keys()
@@ -233,9 +233,9 @@ class RunLauncher:
         return request, terms
 
     async def _fill(self, waiting: Sequence[Run], followed: Sequence[FollowedRun]) -> None:
-        """Try to start preemptible runs on what nobody else can use now.
+        """Try to start preemptible runs on devices that nobody else can use now.
 
-        First those of the members who hold the fewest devices in this way.
+        Members whose preemptible runs hold the fewest devices come first.
         """
         spare = sum((await self.services.run(self.services.queue.spare)).values())
         held = Counter[str]()
@@ -335,7 +335,7 @@ class RunLauncher:
             config=self.settings["config"],
             user_options=dict(run.options),
         )
-        # A row of the Hub's gets these from its database.
+        # For its own servers, the Hub reads these from its database.
         nowhere = orm.Server(
             proto="http", ip="", port=0, base_url=f"{user.base_url}{name}/", cookie_name=""
         )

@@ -192,7 +192,7 @@ def test_bad_sweeps_are_refused_in_words_and_nothing_is_saved(hub: GPUHub, membe
     assert call(hub, member, "GET", "runs")["runs"] == []
     call(hub, member, "POST", "runs", command=["true"], key="single")
     answer = hub.call(member, "POST", "sweeps", json={**sent_of(sets), "key": "single"})
-    assert answer.status_code == 400 and "is no sweep" in answer.json()["message"]
+    assert answer.status_code == 400 and "is not a sweep" in answer.json()["message"]
 
 
 def sent_of(sets: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """jupyter-scheduler's jobs as runs, and its job definitions as schedules of runs.
 
 JupyterLab's part of jupyter-scheduler asks this server, which asks the hub with its own token, as
-the command `gpuspawner-run` does. So a job has a lease, a price and a place in the queue, and what
-is scheduled starts while no server of its member runs. It needs jupyter-scheduler 2.12 or later.
+the command `gpuspawner-run` does. So a job has a lease, a price and a place in the queue, and
+scheduled runs start even if the member has no server. It needs jupyter-scheduler 2.12 or later.
 """
 
 import asyncio
@@ -44,9 +44,9 @@ from traitlets import Type
 
 SCHEDULES = "runs/-/schedules"
 PAGE = 500
-"""Runs that are asked for at once."""
+"""Runs per request."""
 MOST_RUNS = 2000
-"""Runs, the newest first, in which jobs are looked for."""
+"""How many of the newest runs are searched for jobs."""
 REMOVED = ".removed-from-jobs"
 """A file in a run's folder that marks the run as removed from the list of jobs."""
 FORMATS = {"ipynb": "Notebook"}
@@ -71,7 +71,7 @@ FEATURES = (
 
 
 def in_thread(error_class):
-    """Let a method run in a thread, and raise what the hub refuses as an error of this class."""
+    """Run a method in a thread, and raise the hub's refusals as errors of this class."""
 
     def decorate(method):
         @wraps(method)
@@ -88,7 +88,7 @@ def in_thread(error_class):
 
 
 def sentence(error):
-    """Return what was refused as a sentence."""
+    """Return the text of a refusal as a sentence."""
     text = str(error)
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
@@ -117,7 +117,7 @@ class CatalogEnvironments(EnvironmentManager):
 
 
 class RunFeatures(ExecutionManager):
-    """What JupyterLab may offer of a job; the hub executes it."""
+    """The features of jobs that JupyterLab offers. The hub executes the jobs."""
 
     def execute(self):
         """Raise an error: nothing is executed here."""
@@ -132,7 +132,7 @@ class RunScheduler(BaseScheduler):
     """Jobs that are runs of the hub, and job definitions that are its schedules."""
 
     task_runner = None
-    """Nothing runs here at a time: the hub does that."""
+    """None, because the hub starts scheduled runs."""
 
     execution_manager_class = Type(
         klass="jupyter_scheduler.executors.ExecutionManager",
@@ -157,7 +157,7 @@ class RunScheduler(BaseScheduler):
         return submit_copy(body, copy)["id"]
 
     def update_job(self, job_id, model):
-        """Raise an error: a run stays as it was submitted."""
+        """Raise an error: a submitted run cannot be changed."""
         raise SchedulerError("A job cannot be changed after it was submitted: stop it instead.")
 
     @refusing
@@ -192,7 +192,7 @@ class RunScheduler(BaseScheduler):
 
     @refusing
     def delete_job(self, job_id):
-        """Stop the run and leave it out of the jobs; its files and its receipt stay."""
+        """Stop the run and remove it from the jobs; its files and its receipt stay."""
         run = ask("DELETE", f"/{quote(job_id, safe='')}")
         self._remove(run)
 
@@ -215,7 +215,7 @@ class RunScheduler(BaseScheduler):
         try:
             return ask("POST", "", body, SCHEDULES)["id"]
         except NoAnswer:
-            raise  # the schedule may be there, and need its copy
+            raise  # the schedule may exist and need its copy
         except Refused:
             with suppress(OSError):
                 (workspace() / copy).unlink()
@@ -224,7 +224,7 @@ class RunScheduler(BaseScheduler):
 
     @refusing
     def update_job_definition(self, job_definition_id, model):
-        """Change a schedule; another notebook takes the place of its copy."""
+        """Change a schedule; a new notebook replaces its copy."""
         if model.tags:
             raise Refused("a job definition has no tags here: leave them out")
         schedule = _schedule(job_definition_id)
@@ -423,7 +423,7 @@ def _values(parameters):
 
 
 def _text(value):
-    """Return the text that is read as this value."""
+    """Return the text that `parsed` reads as this value."""
     return value if isinstance(value, str) and parsed(value) == value else json.dumps(value)
 
 
@@ -456,7 +456,7 @@ def _definition(schedule):
 
 
 def _page(found, query):
-    """Return the part of a list that is asked for, in its order, and what the next one is after."""
+    """Return the requested page of a list, sorted, and the token of the next page."""
     for field in reversed(query.sort_by or []):
         found.sort(
             key=lambda each, name=field.name: (

@@ -316,7 +316,7 @@ async def test_refused_time_has_its_sentence_and_is_told_once(services: Services
         hub.has(ServerRef("bob"))
         Clock.of(services).forward(hours=1)
         await duty.round()
-        assert "no member" in services.schedules.get("train-1").times[0].reason
+        assert "no longer has a member" in services.schedules.get("train-1").times[0].reason
 
 
 async def test_hub_that_is_away_is_asked_again_and_submits_once(services: Services) -> None:
