@@ -49,14 +49,21 @@ Text = Annotated[str, WithJsonSchema({"type": "string"})]
 Binary = Annotated[str, WithJsonSchema({"type": "string", "format": "binary"})]
 
 
-async def own_run(handler: ServiceHandler, run_id: str) -> FollowedRun:
-    """Return a run of the user's, or any for an admin.
+def require_own(
+    handler: ServiceHandler, owner: str, unknown: GPUSpawnerError, *, or_admin: bool = True
+) -> None:
+    """Raise HTTPError 404 unless the user is the owner, or with ``or_admin`` an admin.
 
-    Raises HTTPError 404 for all others, so that their existence is not revealed.
+    It says ``unknown``, so that the existence of what others own is not revealed.
     """
+    if owner != handler.user and not (or_admin and handler.admin):
+        raise web.HTTPError(404) from unknown
+
+
+async def own_run(handler: ServiceHandler, run_id: str) -> FollowedRun:
+    """Return a run of the user's, or any for an admin. Raises HTTPError."""
     found: FollowedRun = await handler.read(handler.services.runs.get, run_id)
-    if found.run.user != handler.user and not handler.admin:
-        raise web.HTTPError(404) from UnknownRun(run=run_id)
+    require_own(handler, found.run.user, UnknownRun(run=run_id))
     return found
 
 

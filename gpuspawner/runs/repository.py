@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import datetime
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
@@ -16,12 +16,68 @@ from ..db.schema import OPEN_LEASE, OPEN_RUN, OPEN_TICKET, leases, runs, tickets
 from ..leases.models import RUN_PREFIX
 from .models import Run, Work
 from .rules import RunEnd
+from .schedules import Schedule
 from .sweeps import FIRST
 
-_FIELDS = tuple(name for name in Run.__dataclass_fields__ if name not in ("work", "options"))
-_ALL = sa.select(*(runs.c[name] for name in _FIELDS), runs.c.work, runs.c.options)
-_IN_ORDER = _ALL.order_by(runs.c.created_at, runs.c.id)
-_OPEN = _IN_ORDER.where(OPEN_RUN)
+R = TypeVar("R", Run, Schedule)
+
+
+class WorkTable(Generic[R]):
+    """A table of runs or of schedules, with their work and their options as JSON."""
+
+    def __init__(self, table: sa.Table, row_class: type[R], one_a_key: str) -> None:
+        self._table = table
+        self._class: type[R] = row_class
+        self._one_a_key = one_a_key
+        self._fields = [x.name for x in fields(row_class) if x.name not in ("work", "options")]
+        self.columns = [table.c[name] for name in (*self._fields, "work", "options")]
+        self.all = sa.select(*self.columns)
+
+    def insert(self, connection: sa.Connection, new: R) -> bool:
+        """Insert a row. Returns False if its member already has one with the same key."""
+        with connection.begin_nested() as savepoint:
+            try:
+                connection.execute(sa.insert(self._table), self.row_of(new))
+            except IntegrityError as error:
+                if self._one_a_key not in str(error) and f"{self._table}.user" not in str(error):
+                    raise
+                savepoint.rollback()
+                return False
+        return True
+
+    def find(self, connection: sa.Connection, row_id: str, *, lock: bool) -> R | None:
+        """Return the row with this id, or None. ``lock`` locks it until the transaction ends."""
+        one = self.all.where(self._table.c.id == row_id)
+        row = connection.execute(one.with_for_update() if lock else one).one_or_none()
+        return None if row is None else self.parse(row)
+
+    def of_key(self, connection: sa.Connection, user: str, key: str) -> R | None:
+        """Return a member's row with this idempotency key, or None."""
+        one = self.all.where(self._table.c.user == user, self._table.c.key == key)
+        row = connection.execute(one).one_or_none()
+        return None if row is None else self.parse(row)
+
+    def select(self, connection: sa.Connection, query: sa.Select[Any]) -> list[R]:
+        """Return the rows of a query, made from :attr:`all`."""
+        return [self.parse(row) for row in connection.execute(query)]
+
+    def parse(self, row: Sequence[Any]) -> R:
+        """Return the values of :attr:`columns` as an object."""
+        *values, work, options = row
+        told = json.loads(work)
+        told["command"] = tuple(told["command"])
+        named = dict(zip(self._fields, values, strict=True))
+        return self._class(work=Work(**told), options=json.loads(options), **named)
+
+    def row_of(self, found: R) -> dict[str, Any]:
+        """Return the row of an object."""
+        row = {name: getattr(found, name) for name in self._fields}
+        work, options = json.dumps(asdict(found.work)), json.dumps(dict(found.options))
+        return {**row, "work": work, "options": options}
+
+
+_RUNS = WorkTable(runs, Run, "one_run_a_key")
+_OPEN = _RUNS.all.where(OPEN_RUN).order_by(runs.c.created_at, runs.c.id)
 _HELD_BACK = runs.c.sweep.is_not(None) & runs.c.admitted_at.is_(None)
 _END = (
     sa.update(runs)
@@ -37,37 +93,24 @@ _END = (
 
 def insert(connection: sa.Connection, run: Run) -> bool:
     """Insert a run. Returns False if its member already has one with the same key."""
-    row = {name: getattr(run, name) for name in _FIELDS}
-    row |= {"work": json.dumps(asdict(run.work)), "options": json.dumps(dict(run.options))}
-    with connection.begin_nested() as savepoint:
-        try:
-            connection.execute(sa.insert(runs), row)
-        except IntegrityError as error:
-            if "one_run_a_key" not in str(error) and "runs.user" not in str(error):
-                raise
-            savepoint.rollback()
-            return False
-    return True
+    return _RUNS.insert(connection, run)
 
 
 def get(connection: sa.Connection, run_id: str, *, lock: bool = False) -> Run:
     """Return a run. ``lock`` locks its row until the transaction ends. Raises UnknownRun."""
-    one = _ALL.where(runs.c.id == run_id)
-    row = connection.execute(one.with_for_update() if lock else one).one_or_none()
-    if row is None:
+    if (run := _RUNS.find(connection, run_id, lock=lock)) is None:
         raise UnknownRun(run=run_id)
-    return _from_row(row)
+    return run
 
 
 def of_key(connection: sa.Connection, user: str, key: str) -> Run | None:
     """Return a member's run with this idempotency key, or None."""
-    row = connection.execute(_ALL.where(runs.c.user == user, runs.c.key == key)).one_or_none()
-    return None if row is None else _from_row(row)
+    return _RUNS.of_key(connection, user, key)
 
 
 def open_runs(connection: sa.Connection) -> list[Run]:
     """Return all runs that have not ended, oldest first."""
-    return [_from_row(row) for row in connection.execute(_OPEN)]
+    return _RUNS.select(connection, _OPEN)
 
 
 def are_active(connection: sa.Connection) -> bool:
@@ -80,10 +123,10 @@ def are_active(connection: sa.Connection) -> bool:
 
 def of_sweep(connection: sa.Connection, sweep: str) -> list[Run]:
     """Return the runs of a sweep in their order. Raises UnknownSweep."""
-    found = connection.execute(_ALL.where(runs.c.sweep == sweep).order_by(runs.c.id))
-    if not (found_runs := [_from_row(row) for row in found]):
+    query = _RUNS.all.where(runs.c.sweep == sweep).order_by(runs.c.id)
+    if not (found := _RUNS.select(connection, query)):
         raise UnknownSweep(sweep=sweep)
-    return found_runs
+    return found
 
 
 def sweeps_held_back(connection: sa.Connection) -> list[str]:
@@ -129,7 +172,7 @@ def newest(
 
     ``leading``: only the first run of each sweep.
     """
-    chosen = _ALL.order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit)
+    chosen = _RUNS.all.order_by(runs.c.created_at.desc(), runs.c.id.desc()).limit(limit)
     if user is not None:
         chosen = chosen.where(runs.c.user == user)
     if leading:
@@ -137,7 +180,7 @@ def newest(
     if before is not None:
         older = sa.tuple_(runs.c.created_at, runs.c.id) < (before.created_at, before.id)
         chosen = chosen.where(older)
-    return [_from_row(row) for row in connection.execute(chosen)]
+    return _RUNS.select(connection, chosen)
 
 
 def end(connection: sa.Connection, run_id: str, end: RunEnd, at: datetime) -> bool:
@@ -161,11 +204,3 @@ def begin_again(
     changes = {count.name: count + 1, "after_lease": lease_id}
     changes |= {"exit_code": None, "reason": ""}
     connection.execute(this.values(changes))
-
-
-def _from_row(row: Sequence[Any]) -> Run:
-    *values, work, options = row
-    told = json.loads(work)
-    told["command"] = tuple(told["command"])
-    fields = dict(zip(_FIELDS, values, strict=True))
-    return Run(work=Work(**told), options=json.loads(options), **fields)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TypeGuard
 
 from ..leases.models import Lease, LeaseState
@@ -83,6 +84,11 @@ def end_after_ticket(ticket: Ticket) -> RunEnd | None:
 def slug_of(title: str) -> str:
     """Return a title as lower-case letters, digits and hyphens; ``run`` if nothing is left."""
     return _UNFIT.sub("-", title.lower())[:LONGEST_SLUG].strip("-") or "run"
+
+
+def new_folder(title: str, now: datetime) -> str:
+    """Return how the folder of a run begins that is submitted now."""
+    return f"runs/{now:%Y-%m-%d-%H%M%S}-{slug_of(title)}"
 
 
 def was_preempted(lease: Lease) -> bool:

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from collections.abc import Collection
 from datetime import datetime
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from ..core.errors import UnknownSchedule
 from ..db.schema import DUE_TIME, schedule_times, schedules
-from .models import Work
+from .repository import WorkTable
 from .schedules import DueRun, Schedule, ScheduledTime
 
-_FIELDS = tuple(x for x in Schedule.__dataclass_fields__ if x not in ("work", "options"))
-_COLUMNS = (*(schedules.c[name] for name in _FIELDS), schedules.c.work, schedules.c.options)
-_ALL = sa.select(*_COLUMNS)
+_SCHEDULES = WorkTable(schedules, Schedule, "one_schedule_a_key")
 _NEWEST = schedule_times.c.due_at.desc()
 
 
 def insert(connection: sa.Connection, schedule: Schedule) -> bool:
     """Insert a schedule. Returns False if its member already has one with the same key."""
-    with connection.begin_nested() as savepoint:
-        try:
-            connection.execute(sa.insert(schedules), _row(schedule))
-        except IntegrityError as error:
-            if "one_schedule_a_key" not in str(error) and "schedules.user" not in str(error):
-                raise
-            savepoint.rollback()
-            return False
-    return True
+    return _SCHEDULES.insert(connection, schedule)
 
 
 def get(connection: sa.Connection, schedule_id: str, *, lock: bool = False) -> Schedule:
@@ -40,26 +27,22 @@ def get(connection: sa.Connection, schedule_id: str, *, lock: bool = False) -> S
 
     Raises UnknownSchedule.
     """
-    one = _ALL.where(schedules.c.id == schedule_id)
-    row = connection.execute(one.with_for_update() if lock else one).one_or_none()
-    if row is None:
+    if (schedule := _SCHEDULES.find(connection, schedule_id, lock=lock)) is None:
         raise UnknownSchedule(schedule=schedule_id)
-    return _from_row(row)
+    return schedule
 
 
 def of_key(connection: sa.Connection, user: str, key: str) -> Schedule | None:
     """Return a member's schedule with this idempotency key, or None."""
-    query = _ALL.where(schedules.c.user == user, schedules.c.key == key)
-    row = connection.execute(query).one_or_none()
-    return None if row is None else _from_row(row)
+    return _SCHEDULES.of_key(connection, user, key)
 
 
 def of_user(connection: sa.Connection, user: str | None) -> list[Schedule]:
     """Return a member's schedules (None: everybody's), newest first."""
-    query = _ALL.order_by(schedules.c.created_at.desc(), schedules.c.id)
+    query = _SCHEDULES.all.order_by(schedules.c.created_at.desc(), schedules.c.id)
     if user is not None:
         query = query.where(schedules.c.user == user)
-    return [_from_row(row) for row in connection.execute(query)]
+    return _SCHEDULES.select(connection, query)
 
 
 def count(connection: sa.Connection, user: str) -> int:
@@ -71,7 +54,7 @@ def count(connection: sa.Connection, user: str) -> int:
 def update(connection: sa.Connection, schedule: Schedule) -> None:
     """Write all fields of a schedule."""
     this = sa.update(schedules).where(schedules.c.id == schedule.id)
-    connection.execute(this.values(_row(schedule)))
+    connection.execute(this.values(_SCHEDULES.row_of(schedule)))
 
 
 def note_refusal(connection: sa.Connection, schedule_id: str, refusal: str) -> None:
@@ -112,11 +95,12 @@ def add_time(
 def due_runs(connection: sa.Connection, schedule_id: str | None = None) -> list[DueRun]:
     """Return the runs still to be submitted, of one schedule or of all, oldest first."""
     joined = schedule_times.join(schedules, schedules.c.id == schedule_times.c.schedule_id)
-    query = sa.select(schedule_times.c.due_at, *_COLUMNS).select_from(joined).where(DUE_TIME)
+    columns = (schedule_times.c.due_at, *_SCHEDULES.columns)
+    query = sa.select(*columns).select_from(joined).where(DUE_TIME)
     if schedule_id is not None:
         query = query.where(schedules.c.id == schedule_id)
     found = connection.execute(query.order_by(schedule_times.c.due_at))
-    return [DueRun(_from_row(row), due_at) for due_at, *row in found]
+    return [DueRun(_SCHEDULES.parse(row), due_at) for due_at, *row in found]
 
 
 def note_run(connection: sa.Connection, schedule_id: str, due_at: datetime, run: str) -> bool:
@@ -159,17 +143,3 @@ def forget_times(connection: sa.Connection, schedule_id: str, most: int) -> None
     if limit is not None:
         old = schedule_times.c.due_at <= limit
         connection.execute(sa.delete(schedule_times).where(theirs, old, sa.not_(DUE_TIME)))
-
-
-def _row(schedule: Schedule) -> dict[str, Any]:
-    row = {name: getattr(schedule, name) for name in _FIELDS}
-    work, options = json.dumps(asdict(schedule.work)), json.dumps(dict(schedule.options))
-    return {**row, "work": work, "options": options}
-
-
-def _from_row(row: Sequence[Any]) -> Schedule:
-    *values, work, options = row
-    told = json.loads(work)
-    told["command"] = tuple(told["command"])
-    fields = dict(zip(_FIELDS, values, strict=True))
-    return Schedule(work=Work(**told), options=json.loads(options), **fields)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,10 @@ from tornado import web
 
 from ..core.errors import InvalidRequest, UnknownSchedule
 from ..core.scopes import SESSION
-from ..web.api import ALL, APIHandler, operation, refusals
+from ..web.api import ALL, APIHandler, ChangingAPI, operation, refusals
 from ..web.base import ServiceHandler
 from ..web.fields import one_of
-from ..web.pages import FormPage
+from .file_views import require_own
 from .rules import slug_of
 from .schedule_schemas import (
     RunNowBody,
@@ -25,15 +25,17 @@ from .schedule_schemas import (
     SchedulesAnswer,
 )
 from .schedules import FollowedSchedule, Schedule
-from .schemas import LONGEST_TITLE, RunAnswer
-from .sweep_views import SubmittingAPI
+from .schemas import RunAnswer
+from .views import RunForm, hub_of
 
 OF_ONE_START = "shown_at"
 """The option that says when a member saw the prices. A run has those of its own time."""
 
 
-class SchedulesAPI(SubmittingAPI):
+class SchedulesAPI(ChangingAPI):
     """The member's schedules; for admins those of all members."""
+
+    for_servers = True
 
     @operation("runs/-/schedules", SchedulesAnswer, ALL, name="schedules", scope=SESSION)
     @web.authenticated
@@ -59,8 +61,7 @@ class SchedulesAPI(SubmittingAPI):
         self.finish(_answer(await self.read(self.services.schedules.get, known.id)).as_json())
 
     async def _create(self, sent: ScheduleBody) -> Schedule:
-        what = sent.notebook.rpartition("/")[2] or (sent.command[0] if sent.command else "")
-        title = (sent.title.strip() or what)[:LONGEST_TITLE]
+        title = sent.title_in_lists
         options = {name: x for name, x in sent.options.items() if name != OF_ONE_START}
         now = self.services.clock()
         with refusals():
@@ -83,8 +84,10 @@ class SchedulesAPI(SubmittingAPI):
         return await self.read(self.services.schedules.create, schedule)
 
 
-class ScheduleAPI(SubmittingAPI):
+class ScheduleAPI(ChangingAPI):
     """One schedule."""
+
+    for_servers = True
 
     @operation("runs/-/schedules/{schedule}", ScheduleAnswer, name="schedule", scope=SESSION)
     @web.authenticated
@@ -103,9 +106,7 @@ class ScheduleAPI(SubmittingAPI):
     async def patch(self, schedule_id: str) -> None:
         """Change, pause or resume one of my schedules. Existing runs are not affected."""
         sent = self.sent(ScheduleChangeBody)
-        found = await own_schedule(self, schedule_id)
-        if found.schedule.user != self.user:
-            raise web.HTTPError(404) from UnknownSchedule(schedule=schedule_id)
+        found = await own_schedule(self, schedule_id, or_admin=False)
         with refusals():
             if sent.parameters and found.schedule.work.command:
                 raise InvalidRequest("Only a notebook has parameters.", field="parameters")
@@ -125,8 +126,10 @@ class ScheduleAPI(SubmittingAPI):
         self.finish(_answer(found).as_json())
 
 
-class ScheduleRunAPI(SubmittingAPI):
+class ScheduleRunAPI(ChangingAPI):
     """Submits a run of a schedule at once."""
+
+    for_servers = True
 
     @operation(
         "runs/-/schedules/{schedule}/run",
@@ -139,23 +142,16 @@ class ScheduleRunAPI(SubmittingAPI):
     async def post(self, schedule_id: str) -> None:
         """Submit a run of one of my schedules now; its next time does not change."""
         sent = self.sent(RunNowBody)
-        found = (await own_schedule(self, schedule_id)).schedule
-        if found.user != self.user:
-            raise web.HTTPError(404) from UnknownSchedule(schedule=schedule_id)
+        found = (await own_schedule(self, schedule_id, or_admin=False)).schedule
         with refusals():
-            run_id = await self.hub.submit_run(self.user, _fields(self, found, sent.key))
+            run_id = await hub_of(self).submit_run(self.user, _fields(self, found, sent.key))
         followed = await self.read(self.services.runs.get, run_id)
         await self.read(self.services.schedules.note_run_now, schedule_id, followed.run)
         self.answer(RunAnswer, followed)
 
 
-class PauseSchedulePage(FormPage):
+class PauseSchedulePage(RunForm):
     """The form that pauses or resumes a schedule."""
-
-    @web.authenticated
-    async def get(self, schedule_id: str, _what: str) -> None:
-        """Redirect to the list: the user had to sign in again to send the form."""
-        self.redirect(f"{self.context.prefix}runs")
 
     @web.authenticated
     async def post(self, schedule_id: str, what: str) -> None:
@@ -167,13 +163,8 @@ class PauseSchedulePage(FormPage):
         self.go(f"runs?schedule={what}d")
 
 
-class DeleteSchedulePage(FormPage):
+class DeleteSchedulePage(RunForm):
     """The form that deletes a schedule, after a confirmation."""
-
-    @web.authenticated
-    async def get(self, schedule_id: str) -> None:
-        """Redirect to the list: the user had to sign in again to send the form."""
-        self.redirect(f"{self.context.prefix}runs")
 
     @web.authenticated
     async def post(self, schedule_id: str) -> None:
@@ -187,35 +178,27 @@ class DeleteSchedulePage(FormPage):
         self.go("runs?schedule=deleted")
 
 
-async def own_schedule(handler: ServiceHandler, schedule_id: str) -> FollowedSchedule:
-    """Return a schedule of the user's, or any for an admin.
-
-    Raises HTTPError 404 for all others, so that their existence is not revealed.
-    """
+async def own_schedule(
+    handler: ServiceHandler, schedule_id: str, *, or_admin: bool = True
+) -> FollowedSchedule:
+    """Return a schedule of the user's, or with ``or_admin`` any for an admin. Raises HTTPError."""
     found: FollowedSchedule = await handler.read(handler.services.schedules.get, schedule_id)
-    if found.schedule.user != handler.user and not handler.admin:
-        raise web.HTTPError(404) from UnknownSchedule(schedule=schedule_id)
+    unknown = UnknownSchedule(schedule=schedule_id)
+    require_own(handler, found.schedule.user, unknown, or_admin=or_admin)
     return found
 
 
 async def require_possible(
-    handler: SubmittingAPI, options: Mapping[str, Any], *, preemptible: bool
+    handler: ServiceHandler, options: Mapping[str, Any], *, preemptible: bool
 ) -> None:
     """Raise a GPUSpawnerError with its sentence if no run can be submitted with these options."""
     asked = {"options": dict(options), "server": None, "preemptible": preemptible}
-    await handler.hub.quote_run(handler.user, asked)
+    await hub_of(handler).quote_run(handler.user, asked)
 
 
 def _fields(handler: APIHandler, schedule: Schedule, key: str) -> dict[str, Any]:
     folder = f"runs/{handler.services.clock():%Y-%m-%d-%H%M%S}-{schedule.id}"
-    return {
-        "title": schedule.title,
-        "work": asdict(replace(schedule.work, folder=f"{folder}-{secrets.token_hex(2)}")),
-        "options": dict(schedule.options),
-        "requeue": schedule.requeue,
-        "preemptible": schedule.preemptible,
-        "key": key,
-    }
+    return schedule.submission(f"{folder}-{secrets.token_hex(2)}", key)
 
 
 def _answer(found: FollowedSchedule) -> ScheduleAnswer:

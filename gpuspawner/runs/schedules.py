@@ -7,7 +7,7 @@ counts the first time only. An expression with a star for its hours or minutes f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -58,6 +58,17 @@ class Schedule:
     """The next time; ignored while the schedule is paused."""
     refusal: str = ""
     """Why its latest run was refused; empty if it was accepted."""
+
+    def submission(self, folder: str, key: str) -> dict[str, Any]:
+        """Return a run of this schedule in the Hub's format; ``folder`` is for its files."""
+        return {
+            "title": self.title,
+            "work": asdict(replace(self.work, folder=folder)),
+            "options": dict(self.options),
+            "requeue": self.requeue,
+            "preemptible": self.preemptible,
+            "key": key,
+        }
 
 
 @dataclass(frozen=True, slots=True)

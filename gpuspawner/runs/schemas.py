@@ -111,6 +111,12 @@ class RunBody(Body):
     preemptible: Flag = False
     key: Key = ""
 
+    @property
+    def title_in_lists(self) -> str:
+        """The title, by default the name of the program or the notebook."""
+        what = self.notebook.rpartition("/")[2] or (self.command[0] if self.command else "")
+        return (self.title.strip() or what)[:LONGEST_TITLE]
+
     def work(self, folder: str) -> Work:
         """Return what the run does. Raises InvalidRequest unless it is a command or a notebook.
 

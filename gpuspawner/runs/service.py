@@ -197,8 +197,7 @@ class RunService:
         """End a run that cannot start, with the reason that its member reads."""
         end, now = RunEnd("failed", reason), self.clock()
         with self.store.write() as connection:
-            if repository.end(connection, run_id, end, now):
-                self._tell(connection, repository.get(connection, run_id))
+            if self._end(connection, run_id, end, now):
                 self.log.info("Run %s failed: %s", run_id, reason)
 
     def settle(self) -> list[Run]:
@@ -215,6 +214,7 @@ class RunService:
             else:
                 continue
             if run:
+                self.log.info("Run %s of %s: %s", run.id, run.user, run.outcome)
                 ended.append(run)
         self._end_stray_tickets()
         return ended
@@ -249,11 +249,14 @@ class RunService:
                 return None
             if leases_repository.open_of(connection, run.server):
                 return None
-            if not repository.end(connection, run_id, end, now):
-                return None
-            ended = repository.get(connection, run_id)
-            self._tell(connection, ended)
-        self.log.info("Run %s of %s: %s", run_id, ended.user, end.outcome)
+            return self._end(connection, run_id, end, now)
+
+    def _end(self, connection: sa.Connection, run_id: str, end: RunEnd, at: datetime) -> Run | None:
+        """End a run, tell its member, and return it; None if it has already ended."""
+        if not repository.end(connection, run_id, end, at):
+            return None
+        ended = repository.get(connection, run_id)
+        self._tell(connection, ended)
         return ended
 
     def _tell(self, connection: sa.Connection, run: Run) -> None:
@@ -293,12 +296,7 @@ class RunService:
                     self.log.info("Run %s of %s begins again", run.id, run.user)
                     return None
                 end = RunEnd("failed", f"It was interrupted: {lease.end_reason}.")
-            if not repository.end(connection, run.id, end, lease.ended_at or now):
-                return None
-            ended = repository.get(connection, run.id)
-            self._tell(connection, ended)
-        self.log.info("Run %s of %s: %s", run.id, run.user, end.outcome)
-        return ended
+            return self._end(connection, run.id, end, lease.ended_at or now)
 
 
 def _require_room(connection: sa.Connection, user: str, runs: int) -> None:

@@ -10,37 +10,30 @@ from typing import Any
 
 from tornado import web
 
-from ..core.errors import GPUSpawnerError, NothingFailed, Unavailable, UnknownSweep
+from ..core.errors import GPUSpawnerError, NothingFailed, UnknownSweep
 from ..core.scopes import SESSION
 from ..leases.models import Terms
 from ..services import Services
 from ..web.api import APIHandler, ChangingAPI, operation, refusals
-from ..web.base import HubCalls, ServiceHandler
+from ..web.base import ServiceHandler
 from ..web.pages import FormPage
+from .file_views import require_own
 from .models import RunState, Work
-from .rules import slug_of
-from .schemas import LONGEST_TITLE, AgainBody, SweepAnswer, SweepBody, SweepQuoteAnswer
+from .rules import new_folder
+from .schemas import AgainBody, SweepAnswer, SweepBody, SweepQuoteAnswer
 from .sweeps import Sweep
-from .views import COLOURS
+from .views import COLOURS, RunForm, hub_of
 
 
 class SubmittingAPI(ChangingAPI):
-    """Base of the operations that the Hub carries out."""
+    """Base of the operations that hand a sweep to the Hub."""
 
     for_servers = True
-
-    @property
-    def hub(self) -> HubCalls:
-        """The Hub. Raises HTTPError 503 without one."""
-        if self.context.hub is None:
-            raise web.HTTPError(503)
-        return self.context.hub
 
     def asked(self) -> dict[str, Any]:
         """Return the sweep that was sent, in the Hub's format. Raises HTTPError 400."""
         sent = self.sent(SweepBody)
-        what = sent.notebook.rpartition("/")[2] or (sent.command[0] if sent.command else "")
-        title = (sent.title.strip() or what)[:LONGEST_TITLE]
+        title = sent.title_in_lists
         with refusals():
             works = sent.works(title, new_folder(title, self.services.clock()))
         fields = sent.model_dump(include={"options", "requeue", "preemptible", "key", "at_most"})
@@ -49,7 +42,7 @@ class SubmittingAPI(ChangingAPI):
     async def submit(self, fields: dict[str, Any]) -> None:
         """Have the Hub save a sweep, and answer with it."""
         with refusals():
-            sweep = await self.hub.submit_sweep(self.user, fields)
+            sweep = await hub_of(self).submit_sweep(self.user, fields)
         self.answer(SweepAnswer, await self.read(self.services.runs.sweep, sweep))
 
 
@@ -71,7 +64,7 @@ class SweepQuoteAPI(SubmittingAPI):
     async def post(self) -> None:
         """Check a sweep, and return the most that it can cost; nothing is submitted."""
         with refusals():
-            price = await self.hub.quote_sweep(self.user, self.asked())
+            price = await hub_of(self).quote_sweep(self.user, self.asked())
         self.finish(SweepQuoteAnswer.model_validate(price).as_json())
 
 
@@ -105,9 +98,7 @@ class SweepAgainAPI(SubmittingAPI):
     async def post(self, sweep_id: str) -> None:
         """Submit the failed runs of one of my sweeps again, as a new sweep."""
         sent = self.sent(AgainBody)
-        found = await own_sweep(self, sweep_id)
-        if found.first.user != self.user:
-            raise web.HTTPError(404) from UnknownSweep(sweep=sweep_id)
+        found = await own_sweep(self, sweep_id, or_admin=False)
         with refusals():
             fields = failed_again(found, sent.key, self.services.clock())
         await self.submit(fields)
@@ -142,13 +133,10 @@ class SweepPage(FormPage):
         )
 
 
-class StopSweepPage(FormPage):
+class StopSweepPage(RunForm):
     """The form that stops all runs of a sweep, after a confirmation."""
 
-    @web.authenticated
-    async def get(self, sweep_id: str) -> None:
-        """Redirect to the sweep: the user had to sign in again to send the form."""
-        self.redirect(f"{self.context.prefix}runs/sweeps/{sweep_id}")
+    page = "runs/sweeps/{}"
 
     @web.authenticated
     async def post(self, sweep_id: str) -> None:
@@ -179,9 +167,7 @@ class SweepAgainPage(SweepPage):
         try:
             fields = failed_again(found, self.key, self.services.clock())
             if self.confirmed:
-                if self.context.hub is None:
-                    raise Unavailable()
-                again = await self.context.hub.submit_sweep(self.user, fields)
+                again = await hub_of(self).submit_sweep(self.user, fields)
                 self.go(f"runs/sweeps/{again}")
                 return
         except GPUSpawnerError as error:
@@ -217,11 +203,6 @@ def failed_again(sweep: Sweep, key: str, now: datetime) -> dict[str, Any]:
     }
 
 
-def new_folder(title: str, now: datetime) -> str:
-    """Return how the folders of a sweep begin that is submitted now."""
-    return f"runs/{now:%Y-%m-%d-%H%M%S}-{slug_of(title)}"
-
-
 def most_of(services: Services, sweep: Sweep) -> int | None:
     """Return the most that a sweep can cost, in microcredits. Blocks.
 
@@ -239,14 +220,10 @@ def most_of(services: Services, sweep: Sweep) -> int | None:
     return sweep.most(rate, seconds)
 
 
-async def own_sweep(handler: ServiceHandler, sweep_id: str) -> Sweep:
-    """Return a sweep of the user's, or any for an admin.
-
-    Raises HTTPError 404 for all others, so that their existence is not revealed.
-    """
+async def own_sweep(handler: ServiceHandler, sweep_id: str, *, or_admin: bool = True) -> Sweep:
+    """Return a sweep of the user's, or with ``or_admin`` any for an admin. Raises HTTPError."""
     found: Sweep = await handler.read(handler.services.runs.sweep, sweep_id)
-    if found.first.user != handler.user and not handler.admin:
-        raise web.HTTPError(404) from UnknownSweep(sweep=sweep_id)
+    require_own(handler, found.first.user, UnknownSweep(sweep=sweep_id), or_admin=or_admin)
     return found
 
 

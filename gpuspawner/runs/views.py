@@ -17,14 +17,14 @@ from ..queue.rank import QueuePosition
 from ..services import Services
 from ..web import view_models
 from ..web.api import ALL, LIMIT, APIHandler, ChangingAPI, Parameter, operation, refusals
-from ..web.base import ServiceHandler
+from ..web.base import HubCalls, ServiceHandler
 from ..web.fields import one_of
 from ..web.pages import FormPage
 from .file_views import own_run, record_of
 from .models import FollowedRun, RunRecord, RunState
-from .rules import slug_of
+from .rules import new_folder
 from .schedules import explain
-from .schemas import LONGEST_TITLE, QuoteAnswer, QuoteBody, RunAnswer, RunBody, RunsAnswer
+from .schemas import QuoteAnswer, QuoteBody, RunAnswer, RunBody, RunsAnswer
 from .sweeps import Sweep
 
 SHOWN = 50
@@ -77,14 +77,12 @@ class QuoteAPI(ChangingAPI):
     @web.authenticated
     async def post(self) -> None:
         """Return what a run would cost and when it would start, and submit nothing."""
-        sent, hub = self.sent(QuoteBody), self.context.hub
+        sent = self.sent(QuoteBody)
         lease = await own_lease(self, sent.lease) if sent.lease else None
-        if hub is None:
-            raise web.HTTPError(503)
         fields = sent.model_dump(include={"options", "preemptible"})
         fields["server"] = lease.server.name if lease else None
         with refusals():
-            found = await hub.quote_run(self.user, fields)
+            found = await hub_of(self).quote_run(self.user, fields)
         self.finish(QuoteAnswer.model_validate(found).as_json())
 
 
@@ -194,13 +192,20 @@ class RunsPage(FormPage):
         return [replace(some, record=told.get(some.followed.run.id)) for some in found]
 
 
-class StopRunPage(FormPage):
-    """The form that stops a run, after a confirmation."""
+class RunForm(FormPage):
+    """A form without a page of its own."""
+
+    page = "runs"
+    """The path of the page that has the form; ``{}`` stands for the id in the form's own path."""
 
     @web.authenticated
-    async def get(self, run_id: str) -> None:
-        """Redirect to the list: the user had to sign in again to send the form."""
-        self.redirect(f"{self.context.prefix}runs")
+    async def get(self, *parts: str) -> None:
+        """Redirect to the page: the user had to sign in again to send the form."""
+        self.redirect(self.context.prefix + self.page.format(*parts))
+
+
+class StopRunPage(RunForm):
+    """The form that stops a run, after a confirmation."""
 
     @web.authenticated
     async def post(self, run_id: str) -> None:
@@ -218,24 +223,27 @@ def executes_notebook(followed: FollowedRun) -> bool:
     return followed.state is RunState.RUNNING and bool(followed.run.work.notebook)
 
 
+def hub_of(handler: ServiceHandler) -> HubCalls:
+    """Return the Hub. Raises Unavailable if the service has none."""
+    if handler.context.hub is None:
+        raise Unavailable()
+    return handler.context.hub
+
+
 async def submit(handler: ServiceHandler, sent: RunBody, *, again: bool = False) -> str:
     """Have the Hub check and save a run of the user's, and return its id.
 
     ``again``: its notebook is in the folder of an earlier run, which it must not write to. Raises a
     GPUSpawnerError with the sentence for the member.
     """
-    what = sent.notebook.rpartition("/")[2] or (sent.command[0] if sent.command else "")
-    title = (sent.title.strip() or what)[:LONGEST_TITLE]
-    day = f"{handler.services.clock():%Y-%m-%d-%H%M%S}"
-    folder = f"runs/{day}-{slug_of(title)}-{secrets.token_hex(2)}"
+    title = sent.title_in_lists
+    folder = f"{new_folder(title, handler.services.clock())}-{secrets.token_hex(2)}"
     work = sent.work(folder)
     if again:
         work = replace(work, folder=folder)
-    if handler.context.hub is None:
-        raise Unavailable()
     fields = sent.model_dump(include={"options", "requeue", "preemptible", "key"})
     fields |= {"title": title, "work": asdict(work)}
-    return await handler.context.hub.submit_run(handler.user, fields)
+    return await hub_of(handler).submit_run(handler.user, fields)
 
 
 HANDLERS = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-
 from ..core.errors import GPUSpawnerError, Unavailable
 from ..runs.schedules import DueRun
 from .worker import TickDuty
@@ -23,14 +21,7 @@ class ScheduleDuty(TickDuty):
     async def _submit(self, due: DueRun) -> None:
         """Submit a run, or record its refusal. Raises Unavailable; the next round tries again."""
         schedules, schedule = self.services.schedules, due.schedule
-        fields = {
-            "title": schedule.title,
-            "work": asdict(replace(schedule.work, folder=due.folder)),
-            "options": dict(schedule.options),
-            "requeue": schedule.requeue,
-            "preemptible": schedule.preemptible,
-            "key": due.key,
-        }
+        fields = schedule.submission(due.folder, due.key)
         try:
             # An existing run is not checked again: its member may have spent the credits since.
             known = await self.services.run(schedules.run_of, due)
