@@ -150,6 +150,8 @@ def _plain_device(view: DeviceView, told: Told) -> dict[str, Any]:
         "state": view.state,
         "detail": view.detail,
         "lease": view.lease_id,
+        "leases": view.leases,
+        "free_slots": view.free_slots,
         "member": lease.server.user if lease else None,
         "health": known and _plain_health(known),
         "last_minute": minute and _plain_use(minute),

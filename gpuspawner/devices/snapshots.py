@@ -140,7 +140,10 @@ def _nothing_new(before: Inventory, now: Inventory) -> bool:
     )
 
 
-COUNTED = ("free", "leased", "occupied", "draining", "drained")
+IN_USE = ("leased", "partly_leased")
+"""States of devices with leases, in service."""
+
+COUNTED = ("free", *IN_USE, "occupied", "draining", "drained")
 """States of devices that can be leased sooner or later; some only when they are back in service."""
 
 
@@ -159,21 +162,29 @@ class DeviceView:
 
     device: Device
     state: str
-    """``free``, ``leased``, ``occupied``, ``unknown``, ``parent`` or ``prohibited``.
+    """``free``, ``leased``, ``partly_leased``, ``occupied``, ``unknown``, ``parent`` or
+    ``prohibited``.
 
-    Of the devices that an admin closed, a free one is ``drained`` and a leased one is ``draining``.
+    A shared device is ``partly_leased`` while some of its slots could be granted and others are
+    leased. Of the devices that an admin closed, a free one is ``drained`` and a leased one is
+    ``draining``.
     """
     detail: str
     """Why, in words; for a free device other useful information, usually none."""
     lease_id: str | None = None
+    """The lease on it, if there is one only."""
     machine: str = ""
     """The name of its machine, if there are several."""
+    leases: tuple[str | None, ...] = ()
+    """The lease of each slot, None for a slot without one. A lease of the whole device has all."""
+    free_slots: int = 0
+    """How many slots could be granted now; 1 for a free device that is not shared."""
 
     @property
     def in_service(self) -> bool:
         """True if it is free, or will be when its server stops."""
         closed = self.state in ("draining", "drained")
-        return is_in_service(self.device, leased=self.state == "leased", closed=closed)
+        return is_in_service(self.device, leased=self.state in IN_USE, closed=closed)
 
     @property
     def name(self) -> str:
@@ -190,8 +201,11 @@ class ModelCount:
     total: int
     """Devices in service, free or leased; 0 if all of them are out of service."""
     free: int
+    """Devices without a lease."""
     rate: int
     """Current microcredits per GPU-hour, for environments without a rate of their own."""
+    free_slots: int = 0
+    """Slots of shared devices that could be granted now, on free devices and others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +246,10 @@ def device_views(
 
     ``closed`` are the closures by subject; only those of devices count here.
     """
-    leases = {place.uuid: lease for place, lease in taken.items()}
-    views = (_view(device, leases.get(device.uuid)) for device in devices)
+    leases: dict[str, dict[int, str]] = {}
+    for place, lease in taken.items():
+        leases.setdefault(place.uuid, {})[place.slot] = lease
+    views = (_view(device, leases.get(device.uuid, {})) for device in devices)
     shut = closed or {}
     return tuple(
         _closed(view, shut[view.device.uuid]) if view.device.uuid in shut else view
@@ -241,24 +257,41 @@ def device_views(
     )
 
 
-def _view(device: Device, lease_id: str | None) -> DeviceView:
+def _view(device: Device, leases: Mapping[int, str]) -> DeviceView:
+    """Return a device's view; ``leases`` are those on it, by slot."""
     why_not = leasable(device)
-    if lease_id:
-        detail = f"lease {lease_id}"
-        if device.status is DeviceStatus.UNKNOWN:
-            detail += f"; not answering: {device.reason}"
-        if device.status is DeviceStatus.DRAINED:
-            return DeviceView(device, "draining", f"{detail}; {device.reason}", lease_id)
-        return DeviceView(device, "leased", detail, lease_id)
+    if leases:
+        return _view_in_use(device, leases)
     if device.status is DeviceStatus.OK and why_not is None:
         if busy := device.compute_processes:
             named = ", ".join(f"{p.name or 'process'} (pid {p.pid})" for p in busy[:3])
             return DeviceView(device, "occupied", f"used without a lease by {named}")
         if device.held_bytes:
             return DeviceView(device, "occupied", describe_held_memory(device))
-        return DeviceView(device, "free", device.reason)
+        nobody = (None,) * device.slots
+        return DeviceView(device, "free", device.reason, leases=nobody, free_slots=device.slots)
     state = device.status.value if device.status is not DeviceStatus.OK else "prohibited"
     return DeviceView(device, state, why_not or device.reason)
+
+
+def _view_in_use(device: Device, leases: Mapping[int, str]) -> DeviceView:
+    some = tuple(dict.fromkeys(leases[slot] for slot in sorted(leases)))
+    detail = f"lease {some[0]}" if len(some) == 1 else f"leases {', '.join(some)}"
+    if device.status is DeviceStatus.UNKNOWN:
+        detail += f"; not answering: {device.reason}"
+    state, free_slots = "leased", 0
+    if device.status is DeviceStatus.DRAINED:
+        state, detail = "draining", f"{detail}; {device.reason}"
+    elif leasable(device) is None and len(leases) < device.slots:
+        state, free_slots = "partly_leased", device.slots - len(leases)
+    return DeviceView(
+        device,
+        state,
+        detail,
+        lease_id=some[0] if len(some) == 1 else None,
+        leases=tuple(map(leases.get, range(device.slots))),
+        free_slots=free_slots,
+    )
 
 
 def describe_held_memory(device: Device) -> str:
@@ -268,11 +301,12 @@ def describe_held_memory(device: Device) -> str:
 
 def _closed(view: DeviceView, closure: Closure) -> DeviceView:
     """Return the view of a closed device; one that was not leasable anyway keeps its state."""
-    state = {"free": "drained", "leased": "draining"}.get(view.state, view.state)
+    state = "drained" if view.state == "free" else view.state
+    state = "draining" if state in IN_USE else state
     drained = f"drained by {closure.actor}" + (f": {closure.reason}" if closure.reason else "")
     before = view.detail
     if view.device.status is DeviceStatus.DRAINED:
-        before = f"lease {view.lease_id}" if view.lease_id else ""  # not twice
+        before = view.detail.partition("; ")[0] if any(view.leases) else ""  # not twice
     if server := kept_for(closure):
         drained = f"kept for {server}, which starts again"
     if closure.actor == LEAK:
@@ -280,7 +314,7 @@ def _closed(view: DeviceView, closure: Closure) -> DeviceView:
             "in quarantine" if view.state == "occupied" else f"in quarantine: {closure.reason}"
         )
     detail = f"{before.rstrip('.')}; {drained}" if before else drained
-    return replace(view, state=state, detail=detail)
+    return replace(view, state=state, detail=detail, free_slots=0)
 
 
 def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCount, ...]:
@@ -301,6 +335,7 @@ def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCou
             total=sum(view.in_service for view in some),
             free=sum(view.state == "free" for view in some),
             rate=rates.rate_of(model, some[0].device.slots),
+            free_slots=sum(view.free_slots for view in some if view.device.slots > 1),
         )
         for (model, memory), some in found.items()
     ]

@@ -33,6 +33,7 @@ from .schemas import B, instant
 STATES = {
     "free": "free",
     "leased": "leased",
+    "partly_leased": "partly leased",
     "occupied": "occupied",
     "unknown": "unknown",
     "parent": "split (MIG)",

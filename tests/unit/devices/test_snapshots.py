@@ -113,6 +113,46 @@ def test_drained_device_shows_its_reason_and_is_not_free(
     assert (count.total, count.free) == (1, 1), "out of service, it counts in neither"
 
 
+@pytest.mark.parametrize(
+    ("fields", "held", "state", "detail", "lease_id", "free_slots"),
+    [
+        ({}, {}, "free", "", None, 3),
+        ({}, {1: "one"}, "partly_leased", "lease one", "one", 2),
+        ({}, {0: "one", 2: "two"}, "partly_leased", "leases one, two", None, 1),
+        ({}, {0: "one", 1: "two", 2: "six"}, "leased", "leases one, two, six", None, 0),
+        ({}, dict.fromkeys(range(3), "one"), "leased", "lease one", "one", 0),
+        (LOST, {1: "one"}, "leased", "lease one; not answering: The GPU is lost.", "one", 0),
+    ],
+)
+def test_shared_device_shows_the_lease_of_each_slot(
+    fields: dict[str, Any],
+    held: dict[int, str],
+    state: str,
+    detail: str,
+    lease_id: str | None,
+    free_slots: int,
+) -> None:
+    shared = device(0, slots=3, **fields)
+    taken = {Slot("GPU-0", slot): lease for slot, lease in held.items()}
+    (view,) = device_views([shared], taken)
+    assert (view.state, view.detail, view.lease_id) == (state, detail, lease_id)
+    assert view.leases == tuple(held.get(slot) for slot in range(3))
+    assert view.free_slots == free_slots
+    (count,) = count_models([view], RateCard())
+    assert count.free == (state == "free") and count.free_slots == free_slots
+    assert count.total == (shared.status is DeviceStatus.OK)
+
+
+def test_drained_shared_device_has_no_free_slot() -> None:
+    taken = {Slot("GPU-0", 0): "one", Slot("GPU-0", 1): "two"}
+    (view,) = device_views([device(0, slots=3)], taken, {"GPU-0": CLOSED})
+    assert (view.state, view.free_slots) == ("draining", 0)
+    assert view.detail == "leases one, two; drained by kim: a new fan"
+    machine = device(0, slots=3, **TAKEN_OUT)
+    (view,) = device_views([machine], taken, {"GPU-0": CLOSED})
+    assert view.detail == "leases one, two; drained by kim: a new fan"
+
+
 def test_model_counts_include_rates_and_skip_unusable_devices() -> None:
     rates = Rates.of(rates_by_model({"*": 1, "A100": 4, "T4": "0.5"})).card(NOW)
     devices = [
