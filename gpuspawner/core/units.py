@@ -1,8 +1,29 @@
-"""Credits and sizes in bytes, as people write them."""
+"""Credits, sizes in bytes and numbers of devices, as people write them."""
 
 from __future__ import annotations
 
 from decimal import Decimal
+from fractions import Fraction
+from typing import TypeAlias
+
+DeviceCount: TypeAlias = int | Fraction
+"""A number of devices, exactly: whole ones, and such as 1/4 for one slot of four."""
+
+
+def format_devices(devices: DeviceCount) -> str:
+    """Format a number of devices: ``2``, ``1/4`` or ``2 1/4``."""
+    whole, rest = divmod(devices, 1)
+    if not rest:
+        return str(whole)
+    return f"{whole} {rest}" if whole else str(rest)
+
+
+def format_gpus(devices: DeviceCount) -> str:
+    """Format a number of devices with its noun: ``1 GPU``, ``1/4 of a GPU`` or ``2 1/4 GPUs``."""
+    if 0 < devices < 1:
+        return f"{devices} of a GPU"
+    return f"{format_devices(devices)} GPU{'' if devices == 1 else 's'}"
+
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 

@@ -7,6 +7,8 @@ In this order:
      A request for whole devices gets shared ones only while all their slots are free; a request for
      a slot gets shared devices only, and none where its member has a slot already.
   2. Devices of one lease are distinct and of one model, so that a job runs evenly on all of them.
+     A shared device is leased as the only one: the queue keeps one free of new slots until it is
+     empty, and several at once could stay half empty for long.
   3. For a slot, devices in use go before empty ones, so that whole devices stay free. Then the
      tightest fit wins: the least memory that suffices, so that large devices stay free.
   4. Of several equal fits: for N devices the best connected ones; for a single device the one that
@@ -152,6 +154,9 @@ def too_much_asked(
     """Return the refusal of a request that none of the ``existing`` devices can ever satisfy."""
     most = most_of_one_model(matching)
     said = _what_would_fit(request, existing, matching, most)
+    if request.devices > 1 and any(device.slots > 1 for device in suitable(request, existing)):
+        most = max(1, most)
+        said = _why_not_several_shared(request, matching, most)
     return TooMuchAsked(said, asked=request.devices, most=most, existing=len(existing))
 
 
@@ -247,6 +252,14 @@ def _what_would_fit(
     else:
         which = _count(most, "has", "have", f" {memory}")
     return f"{has}, of which {which}. {advice}"
+
+
+def _why_not_several_shared(request: Request, matching: list[Device], most: int) -> str:
+    """Return the refusal of several devices; ``matching`` are those that are not shared."""
+    said = f"You asked for {request.devices} GPUs. A server gets at most 1 shared GPU, and "
+    if not matching:
+        return f"{said}all that suit are shared. Ask for 1."
+    return f"{said}of the others at most {most} of one model would suit. Ask for {most} at most."
 
 
 def _why_none_suits(request: Request, existing: list[Device]) -> str:
@@ -378,7 +391,9 @@ class PlacementIndex:
             return ()
         if self.is_for_slot(request):
             return (self._choose_slot(replace(request, sharing=Sharing.SLOT), taken, shared),)
-        known = self._suitable(request.model, request.models, request.memory_bytes)
+        known = self._suitable(
+            request.model, request.models, request.memory_bytes, request.devices > 1
+        )
         if known.most < request.devices:
             raise too_much_asked(request, self._existing, list(known.devices))
         now = self._now(taken)
@@ -475,10 +490,12 @@ class PlacementIndex:
         return self.by_uuid[best.uuid] if best else None
 
     def _find_suitable(
-        self, model: str | None, models: tuple[str, ...], memory_bytes: int
+        self, model: str | None, models: tuple[str, ...], memory_bytes: int, are_several: bool
     ) -> _Suitable:
         request = Request(devices=1, model=model, models=models, memory_bytes=memory_bytes)
         found = suitable(request, self._existing)
+        if are_several:
+            found = [device for device in found if device.slots == 1]
         ranked = sorted(_rank(device, self._near.get(device.uuid, ALONE)) for device in found)
         groups: dict[int | None, list[_Rank]] = {}
         for one in ranked:

@@ -32,6 +32,7 @@ from ..devices.placement import leasable
 from ..devices.snapshots import InventoryCache
 from ..services import Services
 from . import replay
+from .kinds import kind_of, pool_of
 from .models import Priority, RankedTicket, Ticket
 from .rank import QueuePosition, ScoreDifference, TicketComparison, compare
 from .replay import (
@@ -44,7 +45,6 @@ from .replay import (
     read_trace,
     replay_trace,
 )
-from .state import kind_of
 
 
 class ListedDevices:
@@ -516,15 +516,16 @@ def _of_store(
     jobs = []
     for asked_at, lease in services.queue.asked_for(services.clock() - timedelta(days=days)):
         started, ended = lease.started_at or lease.granted_at, lease.ended_at or lease.granted_at
-        held = {kind_of(device) for device in lease.devices}
-        kinds = frozenset({ANY}) if gpus else frozenset(held & devices.keys())
+        held = {pool_of(kind_of(device)) for device in lease.devices}
+        alike = frozenset(kind for kind in devices if pool_of(kind) in held)
+        kinds = frozenset({ANY}) if gpus else alike
         if not kinds:
             continue  # these devices do not exist any more
         jobs.append(
             TraceJob(
                 asked_at=asked_at.timestamp(),
                 duration=max(0.0, (ended - started).total_seconds()),
-                devices=len(lease.devices),
+                devices=lease.device_equivalents,
                 member=lease.server.user,
                 group=lease.group,
                 kinds=kinds,

@@ -65,6 +65,7 @@ class DrainService:
             self.line.supply.grantable,
             planned=PLANNED,
             likely_ends=self.line.drained(),
+            yielded=self.line.supply.yielded,
         )
         return dict(decision.latest) | dict.fromkeys(decision.starts, now.timestamp())
 

@@ -16,8 +16,11 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
+from ..core.units import DeviceCount
+from .kinds import pool_of
 from .models import Estimate, RunningLease, WaitingTicket
 from .rounds import GrantRate
 
@@ -178,7 +181,7 @@ class PastWait:
 
     asked_at: float
     started_at: float
-    devices: int
+    devices: DeviceCount
     kinds: frozenset[str]
     """Kinds that fitted."""
     group: str = ""
@@ -220,7 +223,8 @@ class Estimator:
     def started(self, lease: RunningLease) -> None:
         """Record that a lease began; its ticket, if it had one, shows how long it waited."""
         at = lease.started_at
-        self._flow.give(lease.held, at)
+        for kind, devices in lease.held.items():
+            self._flow.give({pool_of(kind): devices}, at)
         known = self._tickets.pop(lease.ticket_id or lease.id, None)
         for look in known.looks if known else ():
             look.over_at, look.started = at, True
@@ -272,7 +276,7 @@ class Estimator:
     # Results.
 
     def estimate(
-        self, ticket_id: str, now: float, ahead: int, latest: float | None = None
+        self, ticket_id: str, now: float, ahead: DeviceCount, latest: float | None = None
     ) -> Estimate | None:
         """Estimate when a ticket starts; never in the past.
 
@@ -292,7 +296,7 @@ class Estimator:
             return None
         ticket = known.ticket
         self._settle(now)
-        pace = self._flow.seconds_for(ahead + ticket.devices, ticket.kinds, now)
+        pace = self._flow.seconds_for(ahead + ticket.devices, _pools(ticket.kinds), now)
         keys, classes = _like(ticket, max(0.0, now - ticket.asked_at), pace)
         estimate = None
         curve = self._curve(keys, now)
@@ -305,10 +309,10 @@ class Estimator:
         return estimate
 
     def guess(
-        self, newcomer: WaitingTicket, now: float, ahead: int, latest: float | None = None
+        self, newcomer: WaitingTicket, now: float, ahead: DeviceCount, latest: float | None = None
     ) -> Estimate | None:
         """Return what :meth:`estimate` would for a ticket requested now; nothing is kept."""
-        pace = self._flow.seconds_for(ahead + newcomer.devices, newcomer.kinds, now)
+        pace = self._flow.seconds_for(ahead + newcomer.devices, _pools(newcomer.kinds), now)
         keys, classes = _like(newcomer, 0.0, pace)
         curve = self._curve(keys, now)
         return None if curve is None else self._interval(curve, classes, pace, now, latest)
@@ -375,9 +379,9 @@ class DevicesAhead:
     """Counts, while walking along the queue, the devices that go before each ticket."""
 
     def __init__(self) -> None:
-        self._asked: dict[frozenset[str], int] = {}
+        self._asked: dict[frozenset[str], DeviceCount] = {}
 
-    def of(self, ticket: WaitingTicket) -> int:
+    def of(self, ticket: WaitingTicket) -> DeviceCount:
         """Return the devices requested before it on kinds that fit it, and add its own."""
         kinds = ticket.kinds
         ahead = sum(count for other, count in self._asked.items() if not kinds.isdisjoint(other))
@@ -385,12 +389,18 @@ class DevicesAhead:
         return ahead
 
 
+@lru_cache(maxsize=4096)
+def _pools(kinds: frozenset[str]) -> frozenset[str]:
+    """Return the kinds of which grants are counted: one for all shared devices of a model."""
+    return frozenset(map(pool_of, kinds))
+
+
 def _like(
     ticket: WaitingTicket, waited: float, pace: float
 ) -> tuple[tuple[Key, ...], tuple[Class, ...]]:
     """Return how to find similar past tickets, nearest likeness first, and the ticket's classes."""
     age = bisect_left(_AGES, waited + 1e-9)
-    width = min(4, ticket.devices.bit_length())
+    width = min(4, int(ticket.devices).bit_length())
     band = int(math.log2(pace))
     keys = ((age, width, band), (age, band), (band,), ())
     return keys, (("age", age), ("width", width, age), ("group", ticket.group))

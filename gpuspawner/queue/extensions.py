@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
@@ -15,7 +14,7 @@ from types import MappingProxyType
 import sqlalchemy as sa
 
 from ..core.errors import CannotExtend, GPUSpawnerError, Refused
-from ..core.units import format_credits
+from ..core.units import DeviceCount, format_credits
 from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..devices.closures import Closure
@@ -28,6 +27,7 @@ from ..ledger import rules as ledger_rules
 from ..ledger.credit_policy import SESSION
 from ..ledger.settings import GPUCredits
 from .delegation import DelegationService
+from .kinds import NO_KIND, count_kinds, subtract, taken_of
 from .models import Decision, QueueLimits, RunningLease, WaitingTicket
 from .positions import PositionService
 from .scheduler import Scheduler
@@ -39,16 +39,13 @@ EXACT = 1.0
 PLANNED = 100
 """How many starts are planned for the check; tickets behind them count as delayed."""
 
-NO_KIND = ""
-"""The kind of a request that fits no device known to this process."""
-
 
 def delayed(
     scheduler: Scheduler,
     lease_id: str,
     ends_at: float,
     now: float,
-    free: Mapping[str, int],
+    free: Mapping[str, DeviceCount],
     drained: Mapping[str, float] = MappingProxyType({}),
 ) -> list[WaitingTicket]:
     """Return the tickets that would start later if the lease continued until ``ends_at``.
@@ -72,9 +69,8 @@ def delayed(
         after = decide()
     finally:
         scheduler.extended(lease_id, lease.ends_at)
-    left = Counter(free)
-    for ticket_id, kind in after.on.items():
-        left[kind] -= scheduler.waiting[ticket_id].devices
+    started = ((kind, scheduler.waiting[name].devices) for name, kind in after.on.items())
+    left = subtract(free, count_kinds((kind, taken_of(kind, each)) for kind, each in started))
     return [ticket for ticket in others if _starts_later(ticket, lease, before, after, left)]
 
 
@@ -87,7 +83,7 @@ def too_many_hours(
     """
     if limits.gpu_hours is None:
         return ""
-    held = len(lease.devices) * (ends_at - now)
+    held = float(lease.device_equivalents) * (ends_at - now)
     for other in running:
         if other.id != lease.id and other.ends_at is not None:
             held += other.devices * max(0.0, other.ends_at - now)
@@ -121,7 +117,7 @@ def _starts_later(
     lease: RunningLease,
     before: Decision,
     after: Decision,
-    left: Mapping[str, int],
+    left: Mapping[str, DeviceCount],
 ) -> bool:
     """Return True if the ticket would start later; ``left`` are the devices nobody needs now."""
     if ticket.id in after.starts:

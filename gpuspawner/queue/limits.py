@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..core.units import DeviceCount, format_devices
 from .models import HOUR, QueueLimits, RunningLease
 
 
@@ -15,18 +16,18 @@ class Party:
     name: str
     """``The member`` or ``The group``: the start of a sentence."""
     limits: QueueLimits
-    devices: int = 0
-    leases: dict[str, int] = field(default_factory=dict)
+    devices: DeviceCount = 0
+    leases: dict[str, DeviceCount] = field(default_factory=dict)
     """Devices by lease."""
     version: int = 0
     """Increases with every change."""
-    taken_devices: int = 0
+    taken_devices: DeviceCount = 0
     """What the current decision gives it."""
     taken_hours: float = 0.0
     held: tuple[int, float, float] = (-1, 0.0, 0.0)
     """Version and time of the last sum of its GPU-hours, and the sum."""
 
-    def take(self, devices: int, seconds: float) -> None:
+    def take(self, devices: DeviceCount, seconds: float) -> None:
         """Add what the current decision starts for this party."""
         self.taken_devices += devices
         self.taken_hours += devices * seconds / HOUR
@@ -44,7 +45,7 @@ class LimitedRequests:
     """Requests whose member or group may have limits, and what was found out about them last."""
 
     parties: tuple[Party, ...]
-    devices: int
+    devices: DeviceCount
     """How many each of them asks for."""
     seconds: float = 0.0
     """How long each of them keeps its devices: as asked for, else as guessed."""
@@ -133,12 +134,12 @@ class Limiter:
             party.give_back()
         self._taken.clear()
 
-    def _devices(self, party: Party, devices: int) -> str:
+    def _devices(self, party: Party, devices: DeviceCount) -> str:
         most, held = party.limits.devices, party.devices + party.taken_devices
         if most is None or held + devices <= most:
             return ""
         gpus = "GPU" if most == 1 else "GPUs"
-        return f"{party.name} may have {most} {gpus} at once and has {held}."
+        return f"{party.name} may have {most} {gpus} at once and has {format_devices(held)}."
 
     def _hours(self, party: Party, batch: LimitedRequests, now: float) -> str:
         most = party.limits.gpu_hours

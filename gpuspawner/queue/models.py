@@ -1,7 +1,8 @@
 """Tickets, the scheduler's values and policy, and the interface of an external scheduler.
 
-A *kind* names devices that are interchangeable for a request: model and memory. A request fits one
-or several kinds; all its devices come from one of them.
+A *kind* names devices that are interchangeable for a request: model and memory, or one shared
+device (see :mod:`gpuspawner.queue.kinds`). A request fits one or several kinds; all its devices
+come from one of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Protocol
 
+from ..core.units import DeviceCount
 from ..devices.models import Inventory, MachineScheduler
 from ..leases.models import Request, ServerRef
 
@@ -36,8 +38,8 @@ class WaitingTicket:
     member: str
     group: str = ""
     """The group whose share and limits it counts against besides the member's; "" is none."""
-    devices: int
-    """How many devices at once, at least 1."""
+    devices: DeviceCount
+    """How many devices at once, at least 1; or the part of one that is the smallest slot."""
     kinds: frozenset[str]
     """Kinds that fit; never empty."""
     asked_at: float
@@ -60,7 +62,7 @@ class RunningLease:
     id: str
     member: str
     group: str = ""
-    held: Mapping[str, int]
+    held: Mapping[str, DeviceCount]
     """Devices by kind."""
     started_at: float
     ends_at: float | None = None
@@ -69,7 +71,7 @@ class RunningLease:
     """The ticket that it was granted for; "" if it has the lease's own id, or if none."""
 
     @property
-    def devices(self) -> int:
+    def devices(self) -> DeviceCount:
         """The number of devices."""
         return sum(self.held.values())
 
@@ -80,7 +82,7 @@ class EndedSession:
 
     member: str
     group: str = ""
-    devices: int
+    devices: DeviceCount
     started_at: float
     ended_at: float
 
@@ -90,7 +92,7 @@ class QueueLimits:
     """The most that one member or one group may have; None means no limit."""
 
     devices: int | None = None
-    """GPUs at once."""
+    """GPUs at once; one slot of four counts as 1/4."""
     tickets: int | None = None
     """Waiting tickets."""
     gpu_hours: float | None = None
@@ -145,7 +147,7 @@ class Decision:
     """Tickets that a limit keeps waiting, with that limit in words."""
     on: Mapping[str, str] = field(default_factory=dict)
     """The kind of devices that each start gets."""
-    left: Mapping[str, int] = field(default_factory=dict)
+    left: Mapping[str, DeviceCount] = field(default_factory=dict)
     """Devices that no start of now gets, by kind."""
 
 
@@ -206,7 +208,8 @@ class QueuePolicy:
     """The share of each kind's devices, rounded down, that is reserved for small requests.
 
     Small means expected to use less than ``level_gpu_hours``; long sessions would occupy these
-    devices for days. Nothing is reserved with fewer than 100 devices of a kind.
+    devices for days. Nothing is reserved with fewer than 100 devices of a kind, and none of shared
+    devices.
     """
     overdue_seconds: float = 6 * DAY
     """Tickets that waited longer go first of all, oldest first, limited by ``overdue_share``."""

@@ -23,6 +23,7 @@ from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import NamedTuple
 
+from ..core.units import DeviceCount
 from .limits import LimitedRequests, Limiter
 from .models import HOUR, Priority, QueuePolicy, ScorePart, WaitingTicket
 from .session_lengths import ExpectedLength, SessionLengths, SimilarSessions
@@ -45,7 +46,7 @@ class FairShareUse:
         """The GPU-seconds that a device held forever converges to."""
         self._reference = 0.0
         """The time for which the coefficients below are stated."""
-        self._held: dict[str, int] = {}
+        self._held: dict[str, DeviceCount] = {}
         self._past: dict[str, float] = {}
 
     def of(self, party: str, now: float) -> float:
@@ -57,7 +58,7 @@ class FairShareUse:
         used = self.full * self._held[party] + past * math.pow(2.0, min(_FARTHEST, age))
         return max(0.0, used)
 
-    def change(self, party: str, devices: int, at: float) -> None:
+    def change(self, party: str, devices: DeviceCount, at: float) -> None:
         """Record that ``party`` holds this many devices more (or fewer) from ``at``."""
         age = (at - self._reference) / self.half_life
         if not -_FARTHEST < age < _FARTHEST:
@@ -105,23 +106,23 @@ class Points:
         self._whole = self._members.full
         """The most GPU-seconds that all devices can reach: past use is a fraction of it."""
 
-    def set_capacity(self, devices: int) -> None:
+    def set_capacity(self, devices: DeviceCount) -> None:
         """Set the number of usable devices."""
         self._whole = max(1, devices) * self._members.full
 
-    def start(self, member: str, group: str, devices: int, at: float) -> None:
+    def start(self, member: str, group: str, devices: DeviceCount, at: float) -> None:
         """Record that a member uses this many more devices, for a group."""
         if member:
             self._members.change(member, devices, at)
         if group:
             self._groups.change(group, devices, at)
 
-    def end(self, member: str, group: str, devices: int, at: float) -> None:
+    def end(self, member: str, group: str, devices: DeviceCount, at: float) -> None:
         """Record that this many devices were returned."""
         self.start(member, group, -devices, at)
 
     def reckon(
-        self, member: str, group: str, devices: int, cost: float, now: float
+        self, member: str, group: str, devices: DeviceCount, cost: float, now: float
     ) -> ScoredRequest:
         """Return the points of a request for devices that is expected to cost ``cost`` seconds."""
         policy = self._policy
@@ -191,7 +192,7 @@ SMALL, GUESS = 1, 2
 class Shape:
     """Requests for the same number of devices of the same kinds. A round notes on it what fits."""
 
-    devices: int
+    devices: DeviceCount
     kinds: tuple[str, ...]
     entries: list[Entry] = field(default_factory=list)
     """Its part of the queue."""
@@ -385,7 +386,7 @@ class Book:
         """Tickets by the kinds that fit, oldest first."""
         self._batches: dict[str, TicketBatch] = {}
         self._open: dict[Terms, TicketBatch] = {}
-        self.shapes: dict[tuple[int, frozenset[str]], Shape] = {}
+        self.shapes: dict[tuple[DeviceCount, frozenset[str]], Shape] = {}
         """Every shape that was ever requested."""
         self._numbers = itertools.count()
         self._looks: list[tuple[float, int, TicketBatch]] = []

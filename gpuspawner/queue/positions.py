@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
@@ -16,6 +15,7 @@ import sqlalchemy as sa
 
 from ..core.errors import NoDeviceFree
 from ..core.times import at_second, zoned
+from ..core.units import DeviceCount
 from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..devices.placement import must_run
@@ -28,6 +28,7 @@ from ..ledger.settings import GPUCredits
 from . import repository
 from .delegation import DelegationService
 from .estimates import DevicesAhead
+from .kinds import NO_KIND
 from .models import (
     Decision,
     Estimate,
@@ -97,13 +98,13 @@ PORTION = 1000
 class Outlook:
     """How a request made at this moment would fare."""
 
-    free: int
-    """Suitable devices that could be granted now."""
-    total: int
+    free: DeviceCount
+    """Suitable devices that could be granted now; of shared ones, for a slot also parts."""
+    total: DeviceCount
     """These and the ones in use."""
     at_once: bool
     """True if it would start at once: enough are free and nobody waits for them."""
-    ahead: int = 0
+    ahead: DeviceCount = 0
     """Suitable devices that others wait for."""
     estimate: Estimate | None = None
     """When it will probably start, as that of a ticket; so are the next two."""
@@ -310,6 +311,7 @@ class PositionService:
             planned=planned,
             reasons=planned > 0,
             likely_ends=self._ends(now) if planned else {},
+            yielded=self.line.supply.yielded,
         )
 
     def _is_yielded(self, ticket_id: str, decision: Decision) -> bool:
@@ -343,8 +345,8 @@ class PositionService:
         found = {}
 
         @cache
-        def why(request: Request, held_back: str) -> str:
-            text = waits_for(request, self.line.free_for(request), self.line.paused)
+        def why(request: Request, user: str, held_back: str) -> str:
+            text = waits_for(request, self.line.free_for(request, user), self.line.paused)
             return f"{text} ({held_back})" if held_back else text
 
         estimates = self._estimates(waiting, decision, now)
@@ -352,10 +354,12 @@ class PositionService:
             latest, note = decision.latest.get(ticket.id), decision.held_back.get(ticket.id, "")
             if self._is_yielded(ticket.id, decision):
                 latest, note = now + YIELD_SECONDS, "preemptible runs are making room"
+            # Only for slots the member matters: one answer serves all other requests.
+            user = ticket.server.user if self.line.is_for_slot(ticket.request) else ""
             found[ticket.id] = QueuePosition(
                 place=place,
                 of=len(waiting),
-                why=why(ticket.request, note),
+                why=why(ticket.request, user, note),
                 estimate=estimates.get(ticket.id),
                 planned=_moment_or_none(decision.planned.get(ticket.id)),
                 latest=_moment_or_none(latest),
@@ -440,26 +444,27 @@ class PositionService:
     def _look_ahead(self, newcomers: set[Newcomer], now: float) -> dict[Newcomer, Outlook]:
         with self.line.lock:
             self.sync()
-            asked: Counter[frozenset[str]] = Counter()
+            asked: dict[frozenset[str], DeviceCount] = {}
             for ticket in self.line.scheduler.waiting.values():
-                asked[ticket.kinds] += ticket.devices
+                asked[ticket.kinds] = asked.get(ticket.kinds, 0) + ticket.devices
             return {newcomer: self._outlook(newcomer, asked, now) for newcomer in newcomers}
 
-    def _outlook(self, newcomer: Newcomer, asked: Counter[frozenset[str]], now: float) -> Outlook:
+    def _outlook(
+        self, newcomer: Newcomer, asked: Mapping[frozenset[str], DeviceCount], now: float
+    ) -> Outlook:
         request, member, groups, seconds = newcomer
-        kinds = self.line.kinds(request) if request.devices else frozenset[str]()
-        if not kinds:
+        if not request.devices or not self.line.kinds(request):
             return Outlook(free=0, total=0, at_once=not request.devices)
-        usable, given = self.line.supply.usable, self.line.supply.free
-        free = sum(given.get(kind, 0) for kind in kinds)
-        total = sum(usable.get(kind, 0) for kind in kinds)
+        kinds = self.line.kinds(request, member)
+        supply = self.line.supply
+        free = self.line.count_for(request, supply.free, member)
+        total = self.line.count_for(request, supply.usable)
         ahead = sum(count for others, count in asked.items() if not kinds.isdisjoint(others))
         if self.line.paused:
             return Outlook(free, total, at_once=False, ahead=ahead)
-        if not ahead and any(given.get(kind, 0) >= request.devices for kind in kinds):
+        if not ahead and self.line.has_enough(request, supply.free, member):
             return Outlook(free, total, at_once=True)
-        grantable = self.line.supply.grantable
-        if not ahead and any(grantable.get(kind, 0) >= request.devices for kind in kinds):
+        if not ahead and self.line.has_enough(request, supply.grantable, member):
             return Outlook(free, total, at_once=False, latest=at_second(now + YIELD_SECONDS))
         if self.delegation.delegate is not None:  # its order is not ours
             return Outlook(free, total, at_once=False, ahead=ahead)
@@ -469,8 +474,8 @@ class PositionService:
             member=member,
             group=group,
             priority=Priority(priority),
-            devices=request.devices,
-            kinds=kinds,
+            devices=self.line.asked(request),
+            kinds=kinds or frozenset({NO_KIND}),
             asked_at=now,
             seconds=seconds,
         )
@@ -495,7 +500,7 @@ class PositionService:
             place=0 if at_once else place,
         )
 
-    def _try(self, newcomer: WaitingTicket, now: float) -> tuple[Decision, int, int]:
+    def _try(self, newcomer: WaitingTicket, now: float) -> tuple[Decision, DeviceCount, int]:
         """Return the decision as if the newcomer were in the queue, and its position.
 
         Between both: the devices before it. Needs the lock.

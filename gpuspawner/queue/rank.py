@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from ..core.times import zoned
+from ..core.units import DeviceCount, format_devices
 from ..devices.closures import Closure
 from ..devices.placement import format_memory
-from ..leases.models import Request
+from ..leases.models import Request, Sharing
 from .models import Estimate, RankedTicket, ScorePart
 
 
@@ -125,7 +126,7 @@ def expected_start(
     return (text + ", by " if text else "by ") + show(max(latest, now), now) + " at the latest"
 
 
-def waits_for(request: Request, free: int, paused: Closure | None) -> str:
+def waits_for(request: Request, free: DeviceCount, paused: Closure | None) -> str:
     """Describe what a request waits for: ``2 GPUs with 40 GB; 1 is free``.
 
     ``paused`` is why nothing is granted at the moment, if that is so.
@@ -134,13 +135,15 @@ def waits_for(request: Request, free: int, paused: Closure | None) -> str:
         return f"new GPU sessions to resume ({paused.reason or 'maintenance'})"
     count = request.devices
     text = f"{count} GPUs" if count > 1 else "a GPU"
+    if request.sharing is Sharing.SLOT:
+        text = f"a share of {text}"
     if request.model:
         text += f" of model {request.model}"
     if request.memory_bytes:
         text += f" with {format_memory(request.memory_bytes)}"
     if not free:
         return f"{text}; none is free"
-    return f"{text}; {free} {'is' if free == 1 else 'are'} free"
+    return f"{text}; {format_devices(free)} {'is' if free <= 1 else 'are'} free"
 
 
 def _later(seconds: float, now: datetime) -> datetime:

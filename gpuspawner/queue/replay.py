@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Protocol
 
+from ..core.units import DeviceCount
+from .kinds import taken_of
 from .models import HOUR, Decision, RunningLease, WaitingTicket
 
 ANY = "any"
@@ -33,7 +35,7 @@ class TraceJob:
     """Seconds since 1970."""
     duration: float
     """Seconds."""
-    devices: int
+    devices: DeviceCount
     member: str = ""
     group: str = ""
     kinds: frozenset[str] = frozenset({ANY})
@@ -53,7 +55,7 @@ class ReplayTarget(Protocol):
     def ended(self, lease_id: str, at: float) -> None:
         """Record that a lease ended."""
 
-    def decide(self, now: float, free: Mapping[str, int]) -> Decision:
+    def decide(self, now: float, free: Mapping[str, DeviceCount]) -> Decision:
         """Return who starts now."""
 
 
@@ -86,11 +88,12 @@ def replay_trace(
     only now and then. Raises RuntimeError if the policy lets tickets wait for ever, or grants
     devices that are not free.
     """
-    free = dict(devices)
+    free: dict[str, DeviceCount] = dict(devices)
     starts = [math.nan] * len(jobs)
     ends: list[tuple[float, int]] = []
     on: dict[int, str] = {}
-    coming, waiting, idle = 0, 0, sum(devices.values())
+    coming, waiting = 0, 0
+    idle: DeviceCount = sum(devices.values())
     asked_at = [job.asked_at for job in jobs] + [math.inf]
     end_at = wake_at = math.inf
     while True:
@@ -100,7 +103,8 @@ def replay_trace(
         while end_at <= now:
             at = heapq.heappop(ends)[1]
             end_at = ends[0][0] if ends else math.inf
-            kind, count = on.pop(at), jobs[at].devices
+            kind = on.pop(at)
+            count = taken_of(kind, jobs[at].devices)
             free[kind] += count
             idle += count
             player.ended(str(at), now)
@@ -118,7 +122,7 @@ def replay_trace(
             at = int(ticket_id)
             job = jobs[at]
             kind = decision.on.get(ticket_id, "")
-            count = job.devices
+            count = taken_of(kind, job.devices)
             if kind not in job.kinds or free[kind] < count or not math.isnan(starts[at]):
                 raise RuntimeError(f"the policy starts job {at} on {kind!r}, which it cannot")
             free[kind] -= count
@@ -153,7 +157,7 @@ def _lease(at: int, job: TraceJob, kind: str, now: float) -> RunningLease:
         id=str(at),
         member=job.member,
         group=job.group,
-        held={kind: job.devices},
+        held={kind: taken_of(kind, job.devices)},
         started_at=now,
         ends_at=None if job.seconds is None else now + job.seconds,
     )
@@ -359,14 +363,14 @@ class _Policy:
     def ended(self, lease_id: str, at: float) -> None:
         pass
 
-    def decide(self, now: float, free: Mapping[str, int]) -> Decision:
+    def decide(self, now: float, free: Mapping[str, DeviceCount]) -> Decision:
         left, on = dict(free), {}
         while ticket := self.next(now, left):
             on[ticket.id] = kind = _fits(ticket, left)
-            left[kind] -= ticket.devices
+            left[kind] -= taken_of(kind, ticket.devices)
         return Decision(starts=tuple(on), on=on)
 
-    def next(self, now: float, left: Mapping[str, int]) -> WaitingTicket | None:
+    def next(self, now: float, left: Mapping[str, DeviceCount]) -> WaitingTicket | None:
         """Take a ticket that fits the devices that are left, or return None."""
         raise NotImplementedError
 
@@ -380,7 +384,7 @@ class _Fifo(_Policy):
     def submit(self, ticket: WaitingTicket) -> None:
         self.line.append(ticket)
 
-    def next(self, now: float, left: Mapping[str, int]) -> WaitingTicket | None:
+    def next(self, now: float, left: Mapping[str, DeviceCount]) -> WaitingTicket | None:
         return self.line.popleft() if self.line and _fits(self.line[0], left) else None
 
 
@@ -394,7 +398,7 @@ class _Easy(_Fifo):
     def __init__(self, jobs: Sequence[TraceJob]) -> None:
         super().__init__()
         self.jobs = jobs
-        self.ends: dict[str, list[tuple[float, str, int]]] = defaultdict(list)
+        self.ends: dict[str, list[tuple[float, str, DeviceCount]]] = defaultdict(list)
         self.looked_at = -math.inf
 
     def started(self, lease: RunningLease) -> None:
@@ -406,14 +410,14 @@ class _Easy(_Fifo):
         for running in self.ends.values():
             running[:] = [entry for entry in running if entry[1] != lease_id]
 
-    def decide(self, now: float, free: Mapping[str, int]) -> Decision:
+    def decide(self, now: float, free: Mapping[str, DeviceCount]) -> Decision:
         first = super().decide(now, free)
         if not self.line or now - self.looked_at < INTERVAL:
             return first
         self.looked_at = now
         left, on = dict(free), dict(first.on)
         for ticket_id, kind in on.items():
-            left[kind] -= self.jobs[int(ticket_id)].devices
+            left[kind] -= taken_of(kind, self.jobs[int(ticket_id)].devices)
         head = self.line[0]
         kind, at, spare = min(
             ((k, *self._planned(head.devices, k, left)) for k in head.kinds if k in free),
@@ -426,13 +430,15 @@ class _Easy(_Fifo):
             if other == kind and now + self.jobs[int(ticket.id)].duration > at:
                 if ticket.devices > spare:
                     continue
-                spare -= ticket.devices
-            left[other] -= ticket.devices
+                spare -= taken_of(kind, ticket.devices)
+            left[other] -= taken_of(other, ticket.devices)
             on[ticket.id] = other
         self.line = deque(ticket for ticket in self.line if ticket.id not in on)
         return Decision(starts=tuple(on), on=on)
 
-    def _planned(self, devices: int, kind: str, left: Mapping[str, int]) -> tuple[float, int]:
+    def _planned(
+        self, devices: DeviceCount, kind: str, left: Mapping[str, DeviceCount]
+    ) -> tuple[float, DeviceCount]:
         """Return the earliest time when this many are free, and how many more are free then."""
         free = left.get(kind, 0)
         for end, _, back in self.ends[kind]:
@@ -447,7 +453,9 @@ class _Ranked(_Policy):
 
     def __init__(self, key: Callable[[WaitingTicket], float]) -> None:
         self.key = key
-        self.lines: dict[tuple[frozenset[str], int], list[tuple[float, int, WaitingTicket]]] = {}
+        self.lines: dict[
+            tuple[frozenset[str], DeviceCount], list[tuple[float, int, WaitingTicket]]
+        ] = {}
         self.count = 0
 
     def submit(self, ticket: WaitingTicket) -> None:
@@ -455,7 +463,7 @@ class _Ranked(_Policy):
         line = self.lines.setdefault((ticket.kinds, ticket.devices), [])
         heapq.heappush(line, (self.key(ticket), self.count, ticket))
 
-    def next(self, now: float, left: Mapping[str, int]) -> WaitingTicket | None:
+    def next(self, now: float, left: Mapping[str, DeviceCount]) -> WaitingTicket | None:
         heads = [line for line in self.lines.values() if line and _fits(line[0][2], left)]
         if not heads:
             return None
@@ -470,7 +478,7 @@ class _History(_Ranked):
 
     def __init__(self) -> None:
         super().__init__(lambda ticket: ticket.devices * math.exp(self._expected(ticket)))
-        self.known: dict[tuple[str, int], float] = {}
+        self.known: dict[tuple[str, DeviceCount], float] = {}
         self.running: dict[str, RunningLease] = {}
 
     def started(self, lease: RunningLease) -> None:
@@ -495,7 +503,7 @@ class _FairShare(_Policy):
     def __init__(self) -> None:
         self.lines: dict[str, deque[WaitingTicket]] = {}
         self.running: dict[str, RunningLease] = {}
-        self.used: dict[str, tuple[float, int, float]] = {}
+        self.used: dict[str, tuple[float, DeviceCount, float]] = {}
         """By group: device-seconds as of a moment, devices in use, the moment."""
         self.extra: defaultdict[str, float] = defaultdict(float)
         """By group: what the current decision gives it counts as if it had lasted an hour."""
@@ -511,11 +519,11 @@ class _FairShare(_Policy):
         lease = self.running.pop(lease_id)
         self._change(lease.group or lease.member, -lease.devices, at)
 
-    def decide(self, now: float, free: Mapping[str, int]) -> Decision:
+    def decide(self, now: float, free: Mapping[str, DeviceCount]) -> Decision:
         self.extra.clear()
         return super().decide(now, free)
 
-    def next(self, now: float, left: Mapping[str, int]) -> WaitingTicket | None:
+    def next(self, now: float, left: Mapping[str, DeviceCount]) -> WaitingTicket | None:
         heads = [name for name, line in self.lines.items() if line and _fits(line[0], left)]
         if not heads:
             return None
@@ -529,12 +537,12 @@ class _FairShare(_Policy):
         decay = 0.5 ** (max(0.0, now - at) / HALF_LIFE)
         return used * decay + devices * (1 - decay) * HALF_LIFE / math.log(2)
 
-    def _change(self, group: str, devices: int, now: float) -> None:
+    def _change(self, group: str, devices: DeviceCount, now: float) -> None:
         before = self.used.get(group, (0.0, 0, now))[1]
         self.used[group] = self._use(group, now), before + devices, now
 
 
-def _fits(ticket: WaitingTicket, left: Mapping[str, int]) -> str:
+def _fits(ticket: WaitingTicket, left: Mapping[str, DeviceCount]) -> str:
     """Return the fitting kind with the most free devices, or ``""`` if none has enough."""
     best = max(ticket.kinds, key=lambda kind: left.get(kind, 0))
     return best if left.get(best, 0) >= ticket.devices else ""

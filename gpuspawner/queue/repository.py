@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from fractions import Fraction
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from sqlalchemy.exc import IntegrityError
 
 from ..core.errors import ServerWaits, UnknownTicket
 from ..core.times import at_second
+from ..core.units import DeviceCount
 from ..db.schema import (
     COUNTED_PLACE,
     OPEN_LEASE,
@@ -280,9 +282,11 @@ class Start(NamedTuple):
     asked_at: datetime
     granted_at: datetime
     group: str
-    devices: int
+    devices: DeviceCount
     model: str
     memory_bytes: int
+    slots: int = 1
+    """How many slots each of the devices has."""
 
 
 def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
@@ -295,6 +299,8 @@ def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
             sa.func.count(),
             sa.func.min(lease_places.c.model),
             sa.func.min(lease_places.c.memory_bytes),
+            sa.func.max(lease_places.c.slots),
+            sa.func.min(lease_places.c.held_slots),
         )
         .select_from(
             leases.join(
@@ -306,7 +312,14 @@ def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
         .order_by(leases.c.granted_at.desc())
         .limit(MOST)
     )
-    return [Start(*row) for row in connection.execute(query)]
+    found = []
+    for asked_at, granted_at, group, devices, model, memory, slots, held in connection.execute(
+        query
+    ):
+        share: DeviceCount = Fraction(held, slots) if held < slots else 1
+        start = Start(asked_at, granted_at, group, devices * share, model, memory, slots)
+        found.append(start)
+    return found
 
 
 def asked_for(connection: sa.Connection, since: datetime) -> list[tuple[datetime, Lease]]:

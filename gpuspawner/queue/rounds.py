@@ -6,13 +6,15 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
+from ..core.units import DeviceCount
+from .kinds import parts_of, slot_preference, taken_of
 from .limits import Limiter
 from .models import QueuePolicy
 from .ordering import FRESH, GUESS, LAST, POSITION, SMALL, Book, Entry, Rooms, Shape, TicketBatch
@@ -21,12 +23,14 @@ from .ordering import FRESH, GUESS, LAST, POSITION, SMALL, Book, Entry, Rooms, S
 class Capacity:
     """Devices by kind."""
 
-    def __init__(self, devices: Mapping[str, int], small_share: float) -> None:
+    def __init__(self, devices: Mapping[str, DeviceCount], small_share: float) -> None:
         self.devices = dict(devices)
         """All usable devices by kind."""
+        self.order = {kind: place for place, kind in enumerate(devices)}
+        """The place of each kind among these."""
         self._for_small = {kind: int(small_share * count) for kind, count in devices.items()}
 
-    def for_small(self, kind: str, devices: int) -> int:
+    def for_small(self, kind: str, devices: DeviceCount) -> DeviceCount:
         """Return how many devices must be left when a request that is not small starts.
 
         Fewer than usual if the request needs nearly all there are.
@@ -54,7 +58,7 @@ class GrantRate:
         self._past = 1.0
         """The share of the memory that lies before the first event."""
 
-    def give(self, held: Mapping[str, int], at: float) -> None:
+    def give(self, held: Mapping[str, DeviceCount], at: float) -> None:
         """Record that these devices, by kind, were granted."""
         fade = self._fade(at)
         for kind in self._given:
@@ -65,7 +69,7 @@ class GrantRate:
         for kind, devices in held.items():
             self._given[kind] = self._given.get(kind, 0.0) + devices
 
-    def seconds_for(self, devices: int, kinds: Iterable[str], now: float) -> float:
+    def seconds_for(self, devices: DeviceCount, kinds: Iterable[str], now: float) -> float:
         """Return how long it takes to grant this many devices of any of the kinds."""
         fade = self._fade(now)
         # One more device, so that nothing is divided by zero and a single start proves little.
@@ -76,7 +80,7 @@ class GrantRate:
         return math.exp(min(0.0, self._as_of - now) / _MEMORY) if self._given else 1.0
 
 
-_Release = tuple[float, str, int]
+_Release = tuple[float, str, DeviceCount]
 """When, which lease, how many devices of one kind."""
 
 
@@ -84,7 +88,7 @@ class PlannedStart(NamedTuple):
     """When enough devices of a kind are free together."""
 
     at: float
-    spare: int
+    spare: DeviceCount
     """How many more are free then."""
 
 
@@ -93,10 +97,10 @@ class ReleaseTimes:
 
     def __init__(self) -> None:
         self._by_kind: dict[str, list[_Release]] = {}
-        self._ends: dict[str, tuple[float, Mapping[str, int]]] = {}
+        self._ends: dict[str, tuple[float, Mapping[str, DeviceCount]]] = {}
         self._guesses: list[tuple[float, str]] = []
 
-    def put(self, lease_id: str, held: Mapping[str, int], at: float, guess: bool) -> None:
+    def put(self, lease_id: str, held: Mapping[str, DeviceCount], at: float, guess: bool) -> None:
         """Record that a lease holds these devices until ``at``, replacing what was known before."""
         self.remove(lease_id)
         self._ends[lease_id] = (at, held)
@@ -138,7 +142,12 @@ class ReleaseTimes:
         return sorted([*again, *ends[late:]])
 
     def together(
-        self, kind: str, devices: int, free: int, now: float, starts: Sequence[_Release]
+        self,
+        kind: str,
+        devices: DeviceCount,
+        free: DeviceCount,
+        now: float,
+        starts: Sequence[_Release],
     ) -> PlannedStart | None:
         """Return when ``devices`` are free at once, with ``free`` now and no other grants.
 
@@ -158,7 +167,9 @@ class ReleaseTimes:
 class ReleasePlan:
     """The free devices of one kind from now on, as steps in time."""
 
-    def __init__(self, now: float, free: int, ends: Iterable[tuple[float, int]]) -> None:
+    def __init__(
+        self, now: float, free: DeviceCount, ends: Iterable[tuple[float, DeviceCount]]
+    ) -> None:
         """Create a plan; ``ends`` are the times at which devices return, and how many."""
         self._times = [now]
         self._free = [free]
@@ -168,7 +179,7 @@ class ReleasePlan:
                 self._free.append(self._free[-1])
             self._free[-1] += devices
 
-    def earliest(self, devices: int, seconds: float) -> float:
+    def earliest(self, devices: DeviceCount, seconds: float) -> float:
         """Return the first time from which enough are free for long enough; infinity if never."""
         start: float | None = None
         for at, (time, free) in enumerate(zip(self._times, self._free, strict=True)):
@@ -182,7 +193,7 @@ class ReleasePlan:
                 return start
         return math.inf
 
-    def take(self, devices: int, start: float, seconds: float) -> None:
+    def take(self, devices: DeviceCount, start: float, seconds: float) -> None:
         """Reserve devices from ``start`` for ``seconds``."""
         end = start + seconds
         self._cut(start)
@@ -210,7 +221,7 @@ class _KeptDevices:
     """Devices of one kind that are gathered for the first ticket that waits for them."""
 
     at: float
-    spare: int
+    spare: DeviceCount
     no_guess: bool
 
 
@@ -225,12 +236,16 @@ class Round:
     def __init__(
         self,
         now: float,
-        free: Mapping[str, int],
+        free: Mapping[str, DeviceCount],
         capacity: Capacity,
         releases: ReleaseTimes,
         guess_again: Callable[[float], None],
+        yielded: Mapping[str, DeviceCount] = MappingProxyType({}),
     ) -> None:
-        """Start a round; ``guess_again`` moves estimated releases to after the given time."""
+        """Start a round; ``guess_again`` moves estimated releases to after the given time.
+
+        Of the ``free`` devices, those that still have to be ``yielded`` are taken last.
+        """
         self.now = now
         self.left = {kind: count for kind, count in free.items() if count > 0}
         self.version = self.number = next(_VERSIONS)
@@ -241,8 +256,9 @@ class Round:
         self._capacity = capacity
         self._releases = releases
         self._guess_again = guess_again
+        self._yielded = yielded
         self._kept: dict[str, _KeptDevices] = {}
-        self._starts: dict[str, list[tuple[float, str, int]]] = {}
+        self._starts: dict[str, list[_Release]] = {}
 
     def measure(self, shape: Shape) -> None:
         """Store on a shape how many seconds its tickets may last; see :attr:`Shape.rooms`."""
@@ -263,16 +279,10 @@ class Round:
 
     def start(self, ticket_id: str, shape: Shape, seconds: float, which: int) -> None:
         """Give a ticket its devices; ``which`` is the room that was found to be enough."""
-        devices, kind = shape.devices, shape.kinds[0]
+        kind = shape.kinds[0]
         if len(shape.kinds) > 1:
-            kind = max(
-                (k for k in shape.kinds if self.left.get(k, 0) >= devices),
-                key=lambda k: (
-                    self._rooms(k, devices)[which] >= seconds,
-                    k not in self._kept,
-                    self.left[k],
-                ),
-            )
+            kind = self._best_kind(shape, seconds, which)
+        devices = taken_of(kind, shape.devices)
         self.on[ticket_id] = kind
         kept = self._kept.get(kind)
         if kept is not None:
@@ -284,6 +294,31 @@ class Round:
             del self.left[kind]
         self._starts.setdefault(kind, []).append((self.now + seconds, ticket_id, devices))
         self.version = next(_VERSIONS)
+
+    def _best_kind(self, shape: Shape, seconds: float, which: int) -> str:
+        """Return the kind to take: not one that others wait for, if the ticket fits elsewhere.
+
+        For a slot then the fullest device, for whole devices the kind of which most are free.
+        """
+        devices = shape.devices
+        fitting = [kind for kind in shape.kinds if self.left.get(kind, 0) >= devices]
+
+        def is_elsewhere(kind: str) -> tuple[bool, bool, bool]:
+            return (
+                self._rooms(kind, devices)[which] >= seconds,
+                kind not in self._kept,
+                self.left[kind] - self._yielded.get(kind, 0) >= devices,
+            )
+
+        ranks = {kind: is_elsewhere(kind) for kind in fitting}
+        best = max(ranks.values())
+        among = [kind for kind in fitting if ranks[kind] == best]
+        if devices >= 1:
+            return max(among, key=lambda kind: (self.left[kind], parts_of(kind).slots == 1))
+        order = self._capacity.order
+        return min(
+            among, key=lambda kind: (*slot_preference(kind, self.left[kind]), order.get(kind, 0))
+        )
 
     def keep(self, ticket_id: str, shape: Shape, which: int, no_guess: bool) -> None:
         """Plan the start of a ticket that does not fit.
@@ -311,11 +346,11 @@ class Round:
             self.planned[ticket_id] = at
             self.version = next(_VERSIONS)
 
-    def started(self, kind: str) -> list[tuple[float, str, int]]:
+    def started(self, kind: str) -> list[_Release]:
         """Return what starts now of a kind, as releases."""
         return self._starts.get(kind, [])
 
-    def _rooms(self, kind: str, devices: int) -> Rooms:
+    def _rooms(self, kind: str, devices: DeviceCount) -> Rooms:
         kept = self._kept.get(kind)
         if kept is None or kept.spare >= devices:
             room = room_of_guess = math.inf
@@ -332,29 +367,31 @@ class OverdueTickets:
 
     def __init__(self, policy: QueuePolicy) -> None:
         self._policy = policy
-        self._in_use: Counter[str] = Counter()
+        self._in_use: dict[str, DeviceCount] = {}
 
-    def start(self, held: Mapping[str, int]) -> None:
+    def start(self, held: Mapping[str, DeviceCount]) -> None:
         """Record that an overdue ticket uses devices (by kind)."""
-        self._in_use.update(held)
+        for kind, devices in held.items():
+            self._in_use[kind] = self._in_use.get(kind, 0) + devices
 
-    def end(self, held: Mapping[str, int]) -> None:
+    def end(self, held: Mapping[str, DeviceCount]) -> None:
         """Record that it no longer does."""
-        self._in_use.subtract(held)
+        for kind, devices in held.items():
+            self._in_use[kind] = self._in_use.get(kind, 0) - devices
 
     def due(self, asked_at: float, now: float) -> bool:
         """Return True if the ticket has waited longer than ``overdue_seconds``."""
         return now - asked_at >= self._policy.overdue_seconds
 
     def first(
-        self, book: Book, limiter: Limiter, capacity: Mapping[str, int], now: float
+        self, book: Book, limiter: Limiter, capacity: Mapping[str, DeviceCount], now: float
     ) -> list[str]:
         """Return the overdue tickets that go first now, in order."""
         found: list[tuple[float, str]] = []
         for kinds, ages in book.by_age.items():
             if not self.due(ages[0][0], now):
                 continue
-            in_use = sum(self._in_use[kind] for kind in kinds)
+            in_use = sum(self._in_use.get(kind, 0) for kind in kinds)
             most = self._policy.overdue_share * sum(capacity.get(kind, 0) for kind in kinds)
             for asked_at, ticket_id in ages:
                 if not self.due(asked_at, now) or (in_use and in_use >= most):

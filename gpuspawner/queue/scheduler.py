@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
 
+from ..core.units import DeviceCount
+from .kinds import has_shared, taken_of
 from .limits import Limiter
 from .models import (
     HOUR,
@@ -30,7 +32,7 @@ class _Lease:
     """A running lease and what its end will teach."""
 
     lease: RunningLease
-    devices: int
+    devices: DeviceCount
     number: int
     alike: SimilarSessions
     batch: TicketBatch | None
@@ -68,8 +70,11 @@ class Scheduler:
         self.waiting: Mapping[str, WaitingTicket] = self._book.waiting
         self.running: Mapping[str, RunningLease] = MappingProxyType(self._running)
 
-    def set_capacity(self, devices: Mapping[str, int]) -> None:
-        """Set how many devices can be leased at all, by kind: shares are fractions of them."""
+    def set_capacity(self, devices: Mapping[str, DeviceCount]) -> None:
+        """Set how many devices can be leased at all, by kind: shares are fractions of them.
+
+        Of shared devices that are equally good for a slot, the first one here is filled first.
+        """
         self._capacity = Capacity(devices, self.policy.small_share)
         self._points.set_capacity(sum(devices.values()))
 
@@ -160,18 +165,20 @@ class Scheduler:
     def decide(
         self,
         now: float,
-        free: Mapping[str, int],
+        free: Mapping[str, DeviceCount],
         *,
         planned: int = 0,
         reasons: bool = False,
         likely_ends: Mapping[str, float] = MappingProxyType({}),
+        yielded: Mapping[str, DeviceCount] = MappingProxyType({}),
     ) -> Decision:
         """Decide who starts now on the ``free`` devices (by kind). Changes nothing.
 
         Planned are the starts that those of now depend on, and, for people to know, the starts of
         the next ``planned`` tickets; with ``reasons`` also which tickets a limit keeps waiting.
         ``likely_ends`` are of leases that will probably end earlier than they have to; infinity
-        for one whose devices are not given to anybody else.
+        for one whose devices are not given to anybody else. Of ``free``, those that still have to
+        be ``yielded`` are taken last.
         """
         if not self.waiting:
             return Decision(left=dict(free))
@@ -179,7 +186,7 @@ class Scheduler:
         self._book.bring_up_to_date(now)
         if planned > 0 or self._limiter.any:
             self._guess_again(now)
-        round_ = Round(now, free, self._capacity, self._releases, self._guess_again)
+        round_ = Round(now, free, self._capacity, self._releases, self._guess_again, yielded)
         walk = Walk(self._book, self._limiter, round_)
         aged = self._first_by_age(now)
         walk.run(aged)
@@ -300,7 +307,7 @@ class Scheduler:
             ]
             at, kind = min(starts, default=(math.inf, ""))
             if math.isfinite(at):
-                plans[kind].take(devices, at, seconds)
+                plans[kind].take(taken_of(kind, devices), at, seconds)
                 if likely_ends or key[3] not in round_.planned:
                     round_.planned[key[3]] = at
             elif likely_ends:
@@ -317,9 +324,10 @@ class Scheduler:
         """Return by when the next ``most`` tickets start, by ends that are known and not guessed.
 
         A session without an end counts as one that never ends. While there is one, a request for
-        several devices has no such time, because devices are gathered for it by guessed ends.
+        several devices, or for all slots of a shared one, has no such time, because they are
+        gathered for it by guessed ends.
         """
-        ends: dict[str, list[tuple[float, int]]] = {}
+        ends: dict[str, list[tuple[float, DeviceCount]]] = {}
         is_sure = True
         for lease in self._running.values():
             if likely_ends.get(lease.id) == math.inf:
@@ -331,7 +339,8 @@ class Scheduler:
             ticket = self.waiting[ticket_id]
             is_sure = is_sure and ticket.seconds is not None
             if ticket.seconds is not None:
-                ends.setdefault(kind, []).append((now + ticket.seconds, ticket.devices))
+                devices = taken_of(kind, ticket.devices)
+                ends.setdefault(kind, []).append((now + ticket.seconds, devices))
         plans = {
             kind: ReleasePlan(now, round_.left.get(kind, 0), ends.get(kind, ()))
             for kind in {*self._capacity.devices, *round_.left}
@@ -342,7 +351,8 @@ class Scheduler:
             if ticket.id in round_.on:
                 continue
             is_held_back = bool(self._limiter.refusal(self._book.batch(ticket.id), now))
-            if len(found) >= most or is_held_back or (ticket.devices > 1 and not is_sure):
+            is_gathered = ticket.devices > 1 or (ticket.devices == 1 and has_shared(ticket.kinds))
+            if len(found) >= most or is_held_back or (is_gathered and not is_sure):
                 break
             seconds = math.inf if ticket.seconds is None else ticket.seconds
             starts = [
@@ -352,7 +362,7 @@ class Scheduler:
             at, kind = min(starts, default=(math.inf, ""))
             if math.isinf(at):
                 break
-            plans[kind].take(ticket.devices, at, seconds)
+            plans[kind].take(taken_of(kind, ticket.devices), at, seconds)
             found[ticket.id] = at
             is_sure = is_sure and ticket.seconds is not None
         return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
@@ -29,6 +28,7 @@ from ..core.errors import (
     TooMuchAsked,
 )
 from ..core.text import checked_reason, short_text
+from ..core.units import DeviceCount, format_gpus
 from ..db import audit_log
 from ..db.clock import Timekeeper
 from ..db.engine import Store
@@ -39,6 +39,7 @@ from ..leases.models import YIELD_SECONDS, Lease, LeaseKind, Request, ServerRef,
 from ..leases.service import LeaseService, require_seen
 from ..ledger import rules as ledger_rules
 from ..ledger.prices import PriceService
+from ..ledger.pricing import RateCard
 from ..ledger.settings import GPUCredits
 from ..members.service import require_member
 from ..notifications import repository as notifications_repository
@@ -46,10 +47,10 @@ from ..notifications.models import NoticeKind
 from ..notifications.service import compose
 from . import repository
 from .delegation import DelegationService
+from .kinds import kind_of, parts_of, slot_preference, subtract, taken_of
 from .models import Decision, QueueLimits, Ticket
 from .positions import PositionService
 from .settings import GPUQueue
-from .state import kind_of, model_of
 
 CHANGEABLE = ("seconds", "account", "when_dry", "overdraft")
 """What a member may change in a request without losing the position in the queue."""
@@ -152,7 +153,7 @@ class QueueService:
                     if not terms.wait:
                         raise
                 except NoDeviceFree as error:
-                    if not (terms.wait or self._would_get_yielded(request)):
+                    if not (terms.wait or self._would_get_yielded(server, request)):
                         raise self._with_start(error, server, request, terms) from None
             elif not terms.wait:
                 try:
@@ -192,14 +193,13 @@ class QueueService:
             with self.store.write() as connection:
                 self._must_be_paid(connection, ticket, preemptible=terms.preemptible)
         for limit in self.settings.limits_of(ticket.group):
-            _must_be_within(limit, ticket)
+            _must_be_within(limit, ticket, self.line.asked(request))
 
     def dearest(self, request: Request, terms: Terms) -> tuple[int, int]:
         """Return the most microcredits per hour that a request can cost now, and their hold."""
         card = self.prices.all_rates().card(self.clock(), request.environment)
         with self.line.lock:
-            models = {model_of(kind) for kind in self.line.kinds(request)}
-        rate = max((card.rate_of(model) * request.devices for model in models), default=0)
+            rate = max(self._rates(request, card), default=0)
         if terms.preemptible:
             rate = self.prices.preemptible(rate)
         return rate, ledger_rules.hold_for(rate, self.credits.lead(terms.seconds))
@@ -218,48 +218,53 @@ class QueueService:
             starts = [ticket for ticket in decision.starts if ticket in present]
             return self._make_room(starts, decision)
 
-    def spare(self) -> Counter[str]:
+    def spare(self) -> dict[str, DeviceCount]:
         """Return how many devices of each kind preemptible runs may use: no start needs them."""
         if self.delegation.delegate is not None:
-            return Counter()
+            return {}
         with self.line.lock:
             decision = self.positions.decide()
             # Positive counts only: of what is left, preemptible runs hold some.
-            return Counter(decision.left) - Counter(self.line.supply.yielded)
+            return subtract(decision.left, self.line.supply.yielded)
 
-    def has_spare(self, request: Request) -> bool:
-        """Return True if a preemptible run would get its devices now."""
+    def has_spare(self, request: Request, user: str = "") -> bool:
+        """Return True if a member's preemptible run would get its devices now."""
         with self.line.lock:
-            return bool(self._spare_kinds(request))
+            return bool(self._spare_kinds(request, user))
 
-    def _spare_kinds(self, request: Request) -> list[str]:
-        """Return the kinds with enough spare devices for a request, the most spare ones first."""
-        spare = self.spare()
-        kinds = [kind for kind in self.line.kinds(request) if spare[kind] >= request.devices]
+    def _spare_kinds(self, request: Request, user: str) -> list[str]:
+        """Return the kinds with enough spare devices for a request, the best first."""
+        spare, asked = self.spare(), self.line.asked(request)
+        kinds = [k for k in self.line.kinds(request, user) if spare.get(k, 0) >= asked]
+        if self.line.is_for_slot(request):
+            order = {kind: place for place, kind in enumerate(self.line.supply.usable)}
+            return sorted(kinds, key=lambda k: (*slot_preference(k, spare[k]), order.get(k, 0)))
         return sorted(kinds, key=lambda kind: spare[kind], reverse=True)
 
     def _make_room(self, starts: list[str], decision: Decision) -> list[str]:
         """Return the starts whose devices are free; for the others, preemptible runs yield."""
-        free, missing, ready = Counter(self.line.supply.free), Counter[str](), []
+        free, missing = dict(self.line.supply.free), dict[str, DeviceCount]()
+        ready = []
         for ticket_id in starts:
-            kind, devices = decision.on[ticket_id], self.line.tickets[ticket_id].request.devices
-            if free[kind] >= devices:
+            kind = decision.on[ticket_id]
+            devices = taken_of(kind, self.line.asked(self.line.tickets[ticket_id].request))
+            if free.get(kind, 0) >= devices:
                 free[kind] -= devices
                 ready.append(ticket_id)
             else:
-                missing[kind] += devices
-        if missing := missing - free:
+                missing[kind] = missing.get(kind, 0) + devices
+        if missing := subtract(missing, free):
             self._let_yield(missing)
         return ready
 
-    def _let_yield(self, missing: Counter[str]) -> None:
+    def _let_yield(self, missing: Mapping[str, DeviceCount]) -> None:
         """Have preemptible runs yield this many devices, by kind: the youngest, who lose least."""
         chosen = []
         held = sorted(self.line.preemptible.values(), key=lambda x: x.granted_at, reverse=True)
         for lease in sorted(held, key=lambda x: x.yields_at is None):  # those that do already first
             devices = self.line.kinds_of(lease)
-            if devices & missing:
-                missing -= devices
+            if devices.keys() & missing.keys():
+                missing = subtract(missing, devices)
                 if lease.yields_at is None:
                     chosen.append(lease)
         if not chosen:
@@ -494,16 +499,15 @@ class QueueService:
     ) -> Lease:
         """Grant a preemptible run what nobody else can use now. Raises NoDeviceFree."""
         with self.line.lock:
-            kinds = self._spare_kinds(request)
+            kinds = self._spare_kinds(request, server.user)
             if not kinds:
                 raise NoDeviceFree()
             return grant(kept=self._of_other_kinds(kinds[0]))
 
-    def _would_get_yielded(self, request: Request) -> bool:
+    def _would_get_yielded(self, server: ServerRef, request: Request) -> bool:
         """Return True if it starts in two minutes, because preemptible runs yield enough."""
         self.positions.sync()
-        grantable = self.line.supply.grantable
-        return any(grantable[kind] >= request.devices for kind in self.line.kinds(request))
+        return self.line.has_enough(request, self.line.supply.grantable, server.user)
 
     def _nobody_is_before(self, terms: Terms) -> bool:
         """Return True if a request may bypass the queue: nobody waits, and no limits apply."""
@@ -521,7 +525,7 @@ class QueueService:
             request, self.positions.devices.look().devices, {closure.subject for closure in kept}
         )
 
-    def _now_or_never(self, probe: Ticket, grant: Callable[[], Lease]) -> Lease:
+    def _now_or_never(self, probe: Ticket, grant: Callable[..., Lease]) -> Lease:
         """Return a lease if the scheduler lets this request go before all waiting tickets."""
         self.positions.sync()
         waiting = self.line.waiting(probe)
@@ -533,7 +537,7 @@ class QueueService:
         finally:
             self.line.scheduler.withdraw(probe.id)
         if probe.id in decision.starts:
-            return grant()
+            return grant(kept=self._of_other_kinds(decision.on[probe.id]))
         why = decision.held_back.get(probe.id)
         others = len(self.line.tickets)
         ahead = f"{others} {'server waits' if others == 1 else 'servers wait'} for a GPU before you"
@@ -595,7 +599,7 @@ class QueueService:
         if any(getattr(known, name) != getattr(ticket, name) for name in CHANGEABLE):
             self._must_be_paid(connection, ticket)
             for limit in self.settings.limits_of(known.group):
-                _must_be_within(limit, ticket)
+                _must_be_within(limit, ticket, self.line.asked(ticket.request))
             changes = {name: getattr(ticket, name) for name in (*CHANGEABLE, "options")}
             repository.update_ticket(connection, known.id, **changes)
             known = repository.get_ticket(connection, known.id)
@@ -640,7 +644,7 @@ class QueueService:
         for count, limit in ((others, of_member), (in_group, of_group)):
             if limit.tickets is not None and count >= limit.tickets:
                 raise TooManyTickets(count=count, most=limit.tickets)
-            _must_be_within(limit, ticket)
+            _must_be_within(limit, ticket, self.line.asked(ticket.request))
 
     def _must_be_paid(
         self, connection: sa.Connection, ticket: Ticket, *, preemptible: bool = False
@@ -649,17 +653,32 @@ class QueueService:
         payer = self.leases.payer_now(connection, ticket.account, ticket.created_at)
         request = ticket.request
         card = self.prices.rates_in(connection).card(ticket.created_at, request.environment)
-        models = {model_of(kind) for kind in self.line.kinds(request)}
-        rates = (card.rate_of(model) * request.devices for model in models)
-        rate, lead = min(rates, default=0), self.credits.lead(ticket.seconds)
+        rate = min(self._rates(request, card), default=0)
+        lead = self.credits.lead(ticket.seconds)
         if preemptible:
             rate = self.prices.preemptible(rate)
         hold = ledger_rules.hold_for(rate, lead)
         self.leases.require_credits(payer, hold, rate, lead)
 
+    def _rates(self, request: Request, card: RateCard) -> list[int]:
+        """Return the microcredits per hour that a request would cost on each kind that fits."""
+        is_slot = self.line.is_for_slot(request)
+        kinds = map(parts_of, self.line.kinds(request))
+        return [
+            card.rate_of(kind.model, kind.slots if is_slot else 1) * request.devices
+            for kind in kinds
+        ]
+
     def _kept_for_others(self, ticket: Ticket) -> frozenset[str]:
-        """Return the closures, as texts, of devices of other kinds than the scheduler chose."""
-        return self._of_other_kinds(self.positions.decide().on.get(ticket.id))
+        """Return the closures, as texts, of devices of other kinds than the scheduler chose.
+
+        Raises NoDeviceFree if it chose none any more, and the ticket might get a slot of a device
+        that is kept until it is empty.
+        """
+        kind = self.positions.decide().on.get(ticket.id)
+        if kind is None and not self.line.paused and self.line.is_for_slot(ticket.request):
+            raise NoDeviceFree()
+        return self._of_other_kinds(kind)
 
     def _of_other_kinds(self, kind: str | None) -> frozenset[str]:
         fleet = self.line.supply.fleet
@@ -669,22 +688,21 @@ class QueueService:
         return texts(kept)
 
 
-def _must_be_within(limit: QueueLimits, ticket: Ticket) -> None:
-    """Raise TooMuchAsked if a ticket alone exceeds a limit."""
-    asked = ticket.request.devices
+def _must_be_within(limit: QueueLimits, ticket: Ticket, asked: DeviceCount) -> None:
+    """Raise TooMuchAsked if a ticket alone, which counts as ``asked`` devices, exceeds a limit."""
     if limit.devices is not None and asked > limit.devices:
         raise TooMuchAsked(
-            f"You asked for {asked} GPUs, but your limit is {limit.devices} at once. "
+            f"You asked for {format_gpus(asked)}, but your limit is {limit.devices} at once. "
             f"Ask for {limit.devices} or fewer.",
-            asked=asked,
+            asked=ticket.request.devices,
             most=limit.devices,
         )
-    hours = asked * (ticket.seconds or 0) / 3600
+    hours = float(asked * (ticket.seconds or 0)) / 3600
     if limit.gpu_hours is not None and hours > limit.gpu_hours:
         raise TooMuchAsked(
             f"You asked for {hours:g} GPU-hours, but your limit is {limit.gpu_hours:g}. "
             "Ask for fewer GPUs or fewer hours.",
-            asked=asked,
+            asked=ticket.request.devices,
         )
 
 

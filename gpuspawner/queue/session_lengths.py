@@ -13,6 +13,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..core.units import DeviceCount
+
 _REMEMBERED = 256
 """Ended sessions kept of one member, group and size, at least."""
 
@@ -67,7 +69,7 @@ class SimilarSessions:
 
     member: str
     group: str
-    devices: int
+    devices: DeviceCount
     asked: int = 0
     """How many were ever requested: the number of the next one."""
     ends: int = 0
@@ -142,10 +144,10 @@ class SessionLengths:
     def __init__(self, default: float, samples: int) -> None:
         self._default = default
         self._samples = samples
-        self._alike: dict[tuple[str, str, int], SimilarSessions] = {}
+        self._alike: dict[tuple[str, str, DeviceCount], SimilarSessions] = {}
         self._latest: dict[tuple[str, ...], deque[float]] = {}
 
-    def alike(self, member: str, group: str, devices: int) -> SimilarSessions:
+    def alike(self, member: str, group: str, devices: DeviceCount) -> SimilarSessions:
         """Return the record of sessions of these three."""
         key = (member, group, devices)
         found = self._alike.get(key)

@@ -6,20 +6,23 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from fractions import Fraction
 from functools import lru_cache
 
 import sqlalchemy as sa
 
+from ..core.units import DeviceCount
 from ..devices import closures
-from ..devices.models import Device
 from ..devices.placement import PlacementIndex, suitable
 from ..devices.snapshots import InventorySnapshot, is_in_service
 from ..leases import repository as leases_repository
-from ..leases.models import Lease, LeasedDevice, Request, Slot
+from ..leases.models import Lease, Request, Sharing, Slot
 from . import repository
 from .estimates import Estimator, PastWait
+from .kinds import NO_KIND, add, count_kinds, kind_of, parts_of, pool_kind
 from .models import EndedSession, Priority, RunningLease, Ticket, WaitingTicket
 from .repository import Start
 from .scheduler import Scheduler
@@ -31,32 +34,22 @@ ALONE = timedelta(minutes=2)
 """How long a ticket keeps its position in front while no spawn waits with it."""
 
 
-def kind_of(device: Device | LeasedDevice | Start) -> str:
-    """Return the kind of a device: the name of all that any request could use instead."""
-    return f"{device.model}/{device.memory_bytes}"
-
-
-def model_of(kind: str) -> str:
-    """Return the model of a kind's devices."""
-    return kind.rpartition("/")[0]
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceSupply:
     """What the queue is served from, at one moment."""
 
     fleet: PlacementIndex
-    free: Mapping[str, int]
+    free: Mapping[str, DeviceCount]
     """Devices that could be granted now, by kind."""
     usable: Mapping[str, int]
     """These and the ones in use, by kind."""
-    yielded: Mapping[str, int] = field(default_factory=dict)
+    yielded: Mapping[str, DeviceCount] = field(default_factory=dict)
     """Devices of preemptible runs, by kind: free two minutes after somebody else needs them."""
 
     @property
-    def grantable(self) -> Mapping[str, int]:
+    def grantable(self) -> Mapping[str, DeviceCount]:
         """What tickets are served from, by kind: the free devices and those that are yielded."""
-        return Counter(self.free) + Counter(self.yielded)
+        return add(self.free, self.yielded) if self.yielded else self.free
 
 
 class QueueState:
@@ -83,6 +76,8 @@ class QueueState:
         self._uuids: dict[str, tuple[str, ...]] = {}
         self.preemptible: dict[str, Lease] = {}
         """Open leases of preemptible runs; the scheduler does not know them, for they yield."""
+        self._slots: dict[str, dict[str, frozenset[str]]] = {}
+        """By member and lease, the kinds of the devices of which the lease has a slot."""
         self._synced_at: datetime | None = None
         self._kinds = lru_cache(maxsize=4096)(self._find_kinds)
 
@@ -90,7 +85,7 @@ class QueueState:
         """Read everything again, because the clock was set and all stored times were moved."""
         self.scheduler, self.tickets, self._synced_at = scheduler, {}, None
         self._alone, self._versions, self._leases, self._uuids = {}, {}, {}, {}
-        self.preemptible = {}
+        self.preemptible, self._slots = {}, {}
         self.supply = DeviceSupply(PlacementIndex((), {}), {}, {})
         self.revision += 1
 
@@ -166,18 +161,54 @@ class QueueState:
             if not self.closed.keys().isdisjoint(held)
         }
 
-    def kinds_of(self, lease: Lease) -> Counter[str]:
+    def kinds_of(self, lease: Lease) -> dict[str, DeviceCount]:
         """Return the devices of a lease that come back to the queue, by kind."""
         closed = self.closed.keys()
-        return Counter(kind_of(device) for device in lease.devices if device.uuid not in closed)
+        return count_kinds((kind_of(d), d.share) for d in lease.devices if d.uuid not in closed)
 
-    def kinds(self, request: Request) -> frozenset[str]:
-        """Return the kinds that have enough devices for the request, in use or not."""
-        return self._kinds(request.model, request.models, request.memory_bytes, request.devices)
+    def kinds(self, request: Request, user: str = "") -> frozenset[str]:
+        """Return the kinds that have enough devices for the request, in use or not.
 
-    def free_for(self, request: Request) -> int:
-        """Return how many suitable devices could be granted now."""
-        return sum(self.supply.free.get(kind, 0) for kind in self.kinds(request))
+        For a slot without the devices on which a member has one already, if ``user`` is given.
+        """
+        found = self._kinds(
+            request.model,
+            request.models,
+            request.memory_bytes,
+            request.devices,
+            self.is_for_slot(request),
+        )
+        own = self._slots.get(user)
+        return found.difference(*own.values()) if own and self.is_for_slot(request) else found
+
+    def is_for_slot(self, request: Request) -> bool:
+        """Return True if the request gets one slot of a device instead of whole devices."""
+        return self.supply.fleet.is_for_slot(request)
+
+    def asked(self, request: Request) -> DeviceCount:
+        """Return how many devices a request counts as: the smallest slot that it may get."""
+        if not self.is_for_slot(request):
+            return request.devices
+        slots = [parts_of(kind).slots for kind in self.kinds(request)]
+        return Fraction(1, max(slots, default=1)) * request.devices
+
+    def free_for(self, request: Request, user: str = "") -> DeviceCount:
+        """Return how many suitable devices could be granted now, to this member if given."""
+        return self.count_for(request, self.supply.free, user)
+
+    def count_for(
+        self, request: Request, devices: Mapping[str, DeviceCount], user: str = ""
+    ) -> DeviceCount:
+        """Return how many of these devices, by kind, suit a request; for a whole one, whole."""
+        found = [devices.get(kind, 0) for kind in self.kinds(request, user)]
+        return sum(found) if self.is_for_slot(request) else sum(map(int, found))
+
+    def has_enough(
+        self, request: Request, devices: Mapping[str, DeviceCount], user: str = ""
+    ) -> bool:
+        """Return True if a request fits these devices, by kind."""
+        asked = self.asked(request)
+        return any(devices.get(kind, 0) >= asked for kind in self.kinds(request, user))
 
     # Parts of a sync.
 
@@ -185,19 +216,23 @@ class QueueState:
         before = self.supply
         closed = {Slot.closure(uuid).text for uuid in self.closed if uuid in fleet.by_uuid}
         held = {Slot.from_text(text).uuid for text in taken}
-        free = fleet.free(taken | closed) - self.closed.keys()
+        unavailable = taken | closed
+        free: dict[str, DeviceCount] = dict(
+            Counter(kind_of(fleet.by_uuid[uuid]) for uuid in fleet.free(unavailable))
+        )
+        for uuid, slots in fleet.free_slots(unavailable).items():
+            device = fleet.by_uuid[uuid]
+            free[kind_of(device)] = Fraction(slots, device.slots) if slots < device.slots else 1
         self.supply = DeviceSupply(
             fleet,
-            Counter(kind_of(fleet.by_uuid[uuid]) for uuid in free),
+            free,
             Counter(
                 kind_of(d)
                 for d in fleet.devices
                 if is_in_service(d, leased=d.uuid in held, closed=d.uuid in self.closed)
             ),
-            Counter(
-                kind
-                for lease in self.preemptible.values()
-                for kind in self.kinds_of(lease).elements()
+            count_kinds(
+                each for lease in self.preemptible.values() for each in self.kinds_of(lease).items()
             ),
         )
         if fleet is not before.fleet:
@@ -227,11 +262,30 @@ class QueueState:
             self.scheduler.ended(lease.id, (used_until or now).timestamp())
             self._uuids.pop(lease.id, None)
             self.preemptible.pop(lease.id, None)
+        new_slots: dict[str, dict[str, frozenset[str]]] = {}
         changed = [name for name, mark in found.items() if self._leases.get(name) != mark]
         for lease in repository.some_leases(connection, changed):
             self._tell_of(lease, fleet)
+            if slots := frozenset(kind_of(d) for d in lease.devices if d.is_shared):
+                new_slots.setdefault(lease.server.user, {})[lease.id] = slots
         self._leases = found
+        self._sync_slots(gone, new_slots)
         return True
+
+    def _sync_slots(
+        self, gone: AbstractSet[str], new: Mapping[str, Mapping[str, frozenset[str]]]
+    ) -> None:
+        """Update who has slots, and the tickets of members whose slots have changed."""
+        changed = {user: held for user, held in self._slots.items() if gone & held.keys()}
+        changed |= {user: self._slots.get(user, {}) for user in new}
+        for user, before in changed.items():
+            now = {name: kinds for name, kinds in before.items() if name not in gone}
+            self._slots[user] = {**now, **new.get(user, {})}
+            if not self._slots[user]:
+                del self._slots[user]
+        for ticket in self.tickets.values() if changed else ():
+            if ticket.server.user in changed and self.is_for_slot(ticket.request):
+                self._submit(ticket)
 
     def _tell_of(self, lease: Lease, fleet: PlacementIndex) -> None:
         """Tell the scheduler about a lease that is new or whose end moved."""
@@ -243,15 +297,18 @@ class QueueState:
         if lease.id in self.scheduler.running:
             self.scheduler.extended(lease.id, ends_at)
             return
-        devices = (fleet.by_uuid.get(uuid) for uuid in lease.uuids)
-        held = Counter(kind_of(device) for device in devices if device)
+        held = count_kinds(
+            (kind_of(fleet.by_uuid[leased.uuid]), leased.share)
+            for leased in lease.devices
+            if leased.uuid in fleet.by_uuid
+        )
         if not held:
             return
         running = RunningLease(
             id=lease.id,
             member=lease.server.user,
             group=lease.group,
-            held=dict(held),
+            held=held,
             started_at=(lease.started_at or lease.granted_at).timestamp(),
             ends_at=ends_at,
             ticket_id=lease.ticket_id or "",
@@ -282,12 +339,13 @@ class QueueState:
 
     def waiting(self, ticket: Ticket) -> WaitingTicket:
         """Return a ticket as the scheduler sees it."""
+        request = ticket.request
         return WaitingTicket(
             id=ticket.id,
             member=ticket.server.user,
             group=ticket.group,
-            devices=ticket.request.devices,
-            kinds=self.kinds(ticket.request) or frozenset({""}),
+            devices=self.asked(request),
+            kinds=self.kinds(request, ticket.server.user) or frozenset({NO_KIND}),
             asked_at=(ticket.since or ticket.created_at).timestamp(),
             seconds=float(ticket.seconds) if ticket.seconds is not None else None,
             priority=Priority(ticket.priority),
@@ -297,9 +355,15 @@ class QueueState:
         )
 
     def _find_kinds(
-        self, model: str | None, models: tuple[str, ...], memory: int, count: int
+        self, model: str | None, models: tuple[str, ...], memory: int, count: int, is_slot: bool
     ) -> frozenset[str]:
-        request = Request(devices=count, model=model, models=models, memory_bytes=memory)
+        request = Request(
+            devices=count,
+            model=model,
+            models=models,
+            memory_bytes=memory,
+            sharing=Sharing.SLOT if is_slot else Sharing.WHOLE,
+        )
         fitting = Counter(kind_of(d) for d in suitable(request, self.supply.fleet.devices))
         return frozenset(kind for kind, devices in fitting.items() if devices >= count)
 
@@ -309,7 +373,7 @@ def _past_wait(start: Start) -> PastWait:
         asked_at=start.asked_at.timestamp(),
         started_at=start.granted_at.timestamp(),
         devices=start.devices,
-        kinds=frozenset({kind_of(start)}),
+        kinds=frozenset({pool_kind(start.model, start.memory_bytes, start.slots)}),
         group=start.group,
     )
 
@@ -319,7 +383,7 @@ def _past(lease: Lease) -> EndedSession:
     return EndedSession(
         member=lease.server.user,
         group=lease.group,
-        devices=len(lease.devices),
+        devices=lease.device_equivalents,
         started_at=start.timestamp(),
         ended_at=(lease.ended_at or start).timestamp(),
     )

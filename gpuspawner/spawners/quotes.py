@@ -125,7 +125,7 @@ def _outlook(services: Services, asked: QuoteQuestion) -> Outlook:
     """Return how the run would fare. A preemptible one waits beside the queue, for an idle GPU."""
     request, terms = asked.request, asked.terms
     if terms.preemptible:
-        return Outlook(0, 0, at_once=services.queue.has_spare(request))
+        return Outlook(0, 0, at_once=services.queue.has_spare(request, asked.server.user))
     ask = services.positions.outlooks
     user = asked.server.user
     return ask({"": request}, member=user, groups=terms.groups, seconds=terms.seconds)[""]

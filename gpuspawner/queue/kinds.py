@@ -1,0 +1,119 @@
+"""Kinds of devices, and how many of a kind requests take. Pure.
+
+A *kind* is the text ``MODEL/MEMORY`` for all exclusive devices of a model and memory, which any
+request could use instead of each other. A shared device is a kind of its own,
+``MODEL/MEMORY*SLOTS@UUID``: all slots of a whole device are on one device, and two slots of one
+member are not. Its number of devices is 1, of which a slot is such as 1/4.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..core.units import DeviceCount
+from ..devices.models import Device
+from ..leases.models import LeasedDevice
+
+NO_KIND = ""
+"""The kind of a request for which there is no device now."""
+
+_KIND = re.compile(
+    r"(?P<model>.*?)/(?P<memory>\d+)(?:\*(?P<slots>\d+)(?P<device>@.*)?)?", re.DOTALL
+)
+
+
+class KindParts(NamedTuple):
+    """What the text of a kind says."""
+
+    model: str
+    memory_bytes: int
+    slots: int
+    """1 if its devices are not shared."""
+
+
+def kind_of(device: Device | LeasedDevice) -> str:
+    """Return the kind of a device."""
+    if device.slots > 1:
+        return f"{device.model}/{device.memory_bytes}*{device.slots}@{device.uuid}"
+    return f"{device.model}/{device.memory_bytes}"
+
+
+def pool_kind(model: str, memory_bytes: int, slots: int) -> str:
+    """Return what :func:`pool_of` returns for devices of this model, memory and slots."""
+    return f"{model}/{memory_bytes}*{slots}" if slots > 1 else f"{model}/{memory_bytes}"
+
+
+@lru_cache(maxsize=4096)
+def pool_of(kind: str) -> str:
+    """Return a kind without its device: waits for all shared devices alike teach the same."""
+    found = _KIND.fullmatch(kind)
+    return kind[: found.start("device")] if found and found["device"] else kind
+
+
+@lru_cache(maxsize=4096)
+def parts_of(kind: str) -> KindParts:
+    """Return the parts of a kind; of any other text, a model that is not shared."""
+    found = _KIND.fullmatch(kind)
+    if found is None:
+        return KindParts(kind, 0, 1)
+    return KindParts(found["model"], int(found["memory"]), int(found["slots"] or 1))
+
+
+@lru_cache(maxsize=4096)
+def has_shared(kinds: frozenset[str]) -> bool:
+    """Return True if one of the kinds is a shared device."""
+    return any(parts_of(kind).slots > 1 for kind in kinds)
+
+
+def taken_of(kind: str, devices: DeviceCount) -> DeviceCount:
+    """Return how much of a kind a request takes: whole slots, where its devices are shared.
+
+    A request that fits devices with different numbers of slots asks for the smallest slot.
+    """
+    if isinstance(devices, int):
+        return devices
+    slots = parts_of(kind).slots
+    return Fraction(math.ceil(devices * slots), slots)
+
+
+def slot_preference(kind: str, left: DeviceCount) -> tuple[bool, int, DeviceCount]:
+    """Return a key that sorts shared devices for a slot, as placement does: best first.
+
+    Devices in use go before empty ones, then small before large ones, then full before less full.
+    """
+    parts = parts_of(kind)
+    return left >= 1, parts.memory_bytes, left * parts.slots
+
+
+def add(one: Mapping[str, DeviceCount], other: Mapping[str, DeviceCount]) -> dict[str, DeviceCount]:
+    """Return the sums by kind, without those that are not positive."""
+    return _combine(one, other, lambda a, b: a + b)
+
+
+def subtract(
+    one: Mapping[str, DeviceCount], other: Mapping[str, DeviceCount]
+) -> dict[str, DeviceCount]:
+    """Return the differences by kind, without those that are not positive."""
+    return _combine(one, other, lambda a, b: a - b)
+
+
+def count_kinds(held: Iterable[tuple[str, DeviceCount]]) -> dict[str, DeviceCount]:
+    """Return the sum of the devices of each kind."""
+    found: dict[str, DeviceCount] = {}
+    for kind, devices in held:
+        found[kind] = found.get(kind, 0) + devices
+    return found
+
+
+def _combine(
+    one: Mapping[str, DeviceCount],
+    other: Mapping[str, DeviceCount],
+    of: Callable[[DeviceCount, DeviceCount], DeviceCount],
+) -> dict[str, DeviceCount]:
+    found = {kind: of(one.get(kind, 0), other.get(kind, 0)) for kind in {**one, **other}}
+    return {kind: devices for kind, devices in found.items() if devices > 0}
