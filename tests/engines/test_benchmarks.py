@@ -31,6 +31,7 @@ SHORTEST = {
     "idle_policy": ("--sessions", "50"),
     "live_page": ("--viewers", "5", "--seconds", "3"),
     "pages": ("--members", "3", "--sessions", "2000"),
+    "sharing": (),
     "runs": ("--days", "1", "--waiting", "10"),
     "busy_year": ("--leases", "500", "--charge-minutes", "100000"),
 }
