@@ -75,12 +75,14 @@ WHY = {
 
 
 def devices_of(lease: Lease) -> str:
-    """Format the devices of a lease for people: ``2x A100 (0, 1)``."""
+    """Format the devices of a lease for people: ``2x A100 (0, 1)``, ``1/4 of a T4 (2)``."""
     if not lease.devices:
         return "no GPU"
     models = sorted({device.model for device in lease.devices})
     indices = ", ".join(str(device.index) for device in lease.devices)
-    return f"{len(lease.devices)}x {', '.join(models)} ({indices})"
+    count = lease.device_equivalents
+    times = f"{count}x" if count >= 1 else f"{count} of a"
+    return f"{times} {', '.join(models)} ({indices})"
 
 
 def plain(lease: Lease) -> dict[str, Any]:

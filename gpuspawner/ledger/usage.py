@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
+from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
+from ..core.units import DeviceCount
 from ..leases.models import Lease
 from .models import SYSTEM_USAGE, Transfer, TransferKind
 from .rules import ACTOR_ACCOUNTING, move, owed
@@ -41,7 +43,7 @@ class LeaseUse(NamedTuple):
     """Use and cost."""
 
     micros: int = 0
-    """Microseconds of a GPU, summed over GPUs."""
+    """Microseconds of a GPU, summed over GPUs; one of four slots counts as 1/4."""
     cost: int = 0
     """Microcredits."""
     sessions: int = 0
@@ -76,7 +78,7 @@ def use_of_lease(lease: Lease, start: datetime, end: datetime, now: datetime) ->
     if began is None or began >= end or ended < start or began < start == ended:
         return LeaseUse()
     since, until = max(began, start), min(ended, end)
-    micros = len(lease.devices) * max(0, (until - since) // _MICROSECOND)
+    micros = _micros_up_to(lease, began, until) - _micros_up_to(lease, began, since)
     before = _cost_up_to(lease, since) if since > began else 0
     return LeaseUse(micros, _cost_up_to(lease, until) - before, int(began >= start))
 
@@ -102,6 +104,11 @@ def add_use(sums: dict[K, LeaseUse], parts: Iterable[tuple[K, LeaseUse]]) -> Non
         sums[name] = sums[name].plus(part) if name in sums else part
 
 
+def _micros_up_to(lease: Lease, began: datetime, moment: datetime) -> int:
+    """Return a lease's use at a moment; rounded from its start, so that parts add up."""
+    return int(lease.device_equivalents * max(0, (moment - began) // _MICROSECOND))
+
+
 def _cost_up_to(lease: Lease, moment: datetime) -> int:
     """Return a lease's cost at a moment; at its end, all that it was charged."""
     cost = owed(lease.rate, lease.started_at, moment)
@@ -114,7 +121,7 @@ JOB_HOUR = 3600
 """Seconds in an hour; a running job is charged by the hour."""
 
 _AND, _OR = " and ", " or "
-_PART = re.compile(r"(?P<count>\d+)(?P<shares>/\d+ of)? (?P<model>.+)")
+_PART = re.compile(r"(?P<count>\d+)(/(?P<slots>\d+) of)? (?P<model>.+)")
 
 
 def cost_of_job(rate: int, seconds: int) -> int:
@@ -159,22 +166,28 @@ def job_in_words(parts: Iterable[tuple[int, int, Sequence[str]]]) -> str:
 
 
 @lru_cache(maxsize=1000)
-def counted_jobs(words: str) -> tuple[int, str]:
+def counted_jobs(words: str) -> tuple[DeviceCount, str]:
     """Return how many devices those words name, and of which model.
 
-    A share counts as one device, as in a session.
+    One of four shares counts as 1/4, as in a session.
     """
-    count, models = 0, []
+    count: DeviceCount = 0
+    models = []
     for part in words.split(_AND):
         if match := _PART.fullmatch(part):
-            count += int(match["count"])
+            count += Fraction(int(match["count"]), int(match["slots"] or 1))
             models.append(match["model"])
     names = {"" if model in ("GPU", "a GPU") else model for model in models}
     return count, SEVERAL if len(names) > 1 else next(iter(names), "")
 
 
 def use_of_job(
-    devices: int, rate: int, started_at: datetime, seconds: int, start: datetime, end: datetime
+    devices: DeviceCount,
+    rate: int,
+    started_at: datetime,
+    seconds: int,
+    start: datetime,
+    end: datetime,
 ) -> LeaseUse:
     """Return a job's use from ``start`` to ``end``, as if it had run without interruption.
 
@@ -186,5 +199,9 @@ def use_of_job(
     if to <= since:
         return LeaseUse(sessions=began)
     before, after = ((moment - started_at) // timedelta(seconds=1) for moment in (since, to))
-    micros = devices * ((to - since) // timedelta(microseconds=1))
+    # Rounded from its start, so that parts add up.
+    earlier, later = (
+        int(devices * ((moment - started_at) // _MICROSECOND)) for moment in (since, to)
+    )
+    micros = later - earlier
     return LeaseUse(micros, cost_of_job(rate, after) - cost_of_job(rate, before), began)

@@ -178,17 +178,22 @@ _HALF = timedelta(minutes=30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseUtilization:
-    """What a lease's GPUs did between two times. All in seconds of one GPU."""
+    """What a lease's GPUs did between two times. All in seconds of one GPU.
+
+    Of a slot of a shared GPU, nothing is measured: what the GPU did was not only its work.
+    """
 
     lease_id: str
     server: ServerRef
     group: str
     model: str
     devices: int
+    """How many it has, whole or a part of them."""
     since: datetime
     until: datetime | None
     """None while it is open."""
     held: float
+    """A quarter of the time with one of four slots."""
     measured: float = 0.0
     """For how much of that it is known if they worked."""
     busy: float = 0.0
@@ -220,7 +225,7 @@ def worked_between(
 def _leases(
     connection: sa.Connection, start: datetime, end: datetime
 ) -> tuple[dict[str, LeaseUtilization], dict[str, list[str]]]:
-    """Return the leases by id, without work yet, and which of them held each GPU."""
+    """Return the leases by id, without work yet, and which of them held each whole GPU."""
     query = (
         sa.select(
             leases.c.id,
@@ -231,6 +236,8 @@ def _leases(
             leases.c.ended_at,
             lease_places.c.uuid,
             lease_places.c.model,
+            lease_places.c.slots,
+            lease_places.c.held_slots,
         )
         .join_from(leases, lease_places, (lease_places.c.lease_id == leases.c.id) & COUNTED_PLACE)
         .where(leases.c.started_at < end)
@@ -241,8 +248,9 @@ def _leases(
     places: dict[str, list[str]] = {}
     for row in connection.execute(query):
         began, ended = max(start, row.started_at), min(end, row.ended_at or end)
-        held = max(0.0, (ended - began).total_seconds())
-        places.setdefault(row.uuid, []).append(row.id)
+        held = max(0.0, (ended - began).total_seconds()) * row.held_slots / row.slots
+        if row.held_slots == row.slots:
+            places.setdefault(row.uuid, []).append(row.id)
         if (so_far := found.get(row.id)) is not None:
             model = row.model if row.model == so_far.model else SEVERAL
             held += so_far.held
@@ -288,6 +296,7 @@ def _by_minutes(
         .join_from(leases, lease_places, (lease_places.c.lease_id == leases.c.id) & COUNTED_PLACE)
         .join(device_use, device_use.c.uuid == lease_places.c.uuid)
         .where(
+            lease_places.c.held_slots == lease_places.c.slots,
             device_use.c.seconds == MINUTE,
             device_use.c.since >= start,
             device_use.c.since < end,
@@ -353,7 +362,7 @@ _WHOLE = sa.select(
 class JobUse(NamedTuple):
     """What all jobs of one kind used, ever."""
 
-    seconds: int
+    seconds: float
     """GPU-seconds."""
     jobs: int
 
@@ -381,7 +390,7 @@ def job_use_between(
             _WHOLE.where(mine, within)
         ):
             count, model = counted_jobs(devices)
-            whole = LeaseUse(count * int(seconds) * 1_000_000, int(cost), jobs)
+            whole = LeaseUse(int(count * int(seconds) * 1_000_000), int(cost), jobs)
             add(0, member, account, model, whole)
         there &= ~within | OPEN_JOB
     for member, account, rate, devices, began, seconds in connection.execute(
@@ -403,7 +412,7 @@ def all_job_use(connection: sa.Connection) -> dict[str, JobUse]:
     for devices, seconds, jobs in connection.execute(sa.select(*sums).group_by(_c.devices)):
         count, model = counted_jobs(devices)
         before = found.get(model, JobUse(0, 0))
-        found[model] = JobUse(before.seconds + count * int(seconds), before.jobs + jobs)
+        found[model] = JobUse(before.seconds + float(count * seconds), before.jobs + jobs)
     return found
 
 

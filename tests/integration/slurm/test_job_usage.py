@@ -6,12 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from datetime import timedelta
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from gpuspawner.core.units import MICRO
+from gpuspawner.core.units import MICRO, DeviceCount
 from gpuspawner.ledger.usage import Kind, LeaseUse, counted_jobs, job_in_words
 from gpuspawner.monitoring.repository import BATCH
 from gpuspawner.services import Services
@@ -27,11 +28,11 @@ BOUNDS = {
     "all": [T0, T0 + timedelta(days=30)],
     "a minute": [T0 + 5 * HOUR, T0 + 5 * HOUR + timedelta(minutes=1)],
 }
-KINDS: list[tuple[dict[str, Any], int, str, int]] = [
+KINDS: list[tuple[dict[str, Any], DeviceCount, str, int]] = [
     ({"gpus": {"a100": 2}}, 2, A100, 8),
     ({"gpus": {"h100": 1}, "nodes": ("m2",)}, 1, H100, 10),
     ({"gpus": {"a100": 1, "h100": 1}, "nodes": ("m1", "m2")}, 2, "several models", 14),
-    ({"gpus": {}, "shards": {"": 3}}, 3, A100, 3),
+    ({"gpus": {}, "shards": {"": 3}}, Fraction(3, 4), A100, 3),
 ]
 """What some jobs have: cells, how many devices, of which model, credits an hour."""
 
@@ -49,7 +50,7 @@ def services(database_url: str) -> Iterator[Services]:
     services.store.close()
 
 
-def some_jobs() -> list[tuple[JobRun, int, str, int]]:
+def some_jobs() -> list[tuple[JobRun, DeviceCount, str, int]]:
     """Of two members and of somebody who is none; some go on."""
     chance = random.Random(11)
     found = []
@@ -64,7 +65,9 @@ def some_jobs() -> list[tuple[JobRun, int, str, int]]:
     return found
 
 
-def by_hand(some: list[tuple[JobRun, int, str, int]], bounds: list[Any], by: str) -> list[Any]:
+def by_hand(
+    some: list[tuple[JobRun, DeviceCount, str, int]], bounds: list[Any], by: str
+) -> list[Any]:
     """Second by second would be the same: each job is cut at the bounds."""
     found = []
     for start, end in pairwise(bounds):
@@ -83,7 +86,11 @@ def by_hand(some: list[tuple[JobRun, int, str, int]], bounds: list[Any], by: str
                     for at in (since, to)
                 ]
                 cost = paid[1] - paid[0]
-                micros = count * ((to - since) // timedelta(microseconds=1))
+                used = [
+                    int(count * ((at - job.started_at) // timedelta(microseconds=1)))
+                    for at in (since, to)
+                ]
+                micros = used[1] - used[0]
             part = LeaseUse(micros, cost, int(start <= job.started_at < end))
             account = {"anna": "member:anna", "bert": "group:lab"}.get(job.user, "")
             member = "" if job.user == "eve" else job.user
@@ -112,14 +119,14 @@ def test_job_usage_report_equals_the_sum_of_jobs(services: Services) -> None:
 
 
 def test_job_device_text_round_trips() -> None:
-    cases: list[tuple[list[tuple[int, int, list[str]]], tuple[int, str]]] = [
+    cases: list[tuple[list[tuple[int, int, list[str]]], tuple[DeviceCount, str]]] = [
         ([(2, 1, ["NVIDIA A100"])], (2, "NVIDIA A100")),
-        ([(3, 4, ["Tesla T4"])], (3, "Tesla T4")),
+        ([(3, 4, ["Tesla T4"])], (Fraction(3, 4), "Tesla T4")),
         ([(1, 1, [])], (1, "")),
-        ([(3, 4, [])], (3, "")),
+        ([(3, 4, [])], (Fraction(3, 4), "")),
         ([(1, 1, ["A", "B 2"])], (1, "A or B 2")),
         ([(2, 1, ["A"]), (1, 1, ["B"])], (3, "several models")),
-        ([(2, 1, ["A"]), (1, 4, ["A"])], (3, "A")),
+        ([(2, 1, ["A"]), (1, 4, ["A"])], (Fraction(9, 4), "A")),
         ([], (0, "")),
     ]
     for parts, found in cases:
