@@ -338,6 +338,7 @@ def _what_it_allows(connection: sa.Connection) -> list[str]:
     lease = {"user": mark, "account": account, "rate": 0, "hold": 0, "state": "granted"}
     lease |= {"granted_at": now}
     place = {"uuid": mark, "slot": 0, "index": 0, "model": "", "memory_bytes": 0, "open": True}
+    slot = place | {"uuid": f"{mark}-shared", "slots": 2, "sharer": mark}
     ticket = {"user": mark, "request": "{}", "state": "waiting", "created_at": now}
     transfer = {"key": mark, "kind": "grant", "at": now, "actor": mark, "reason": mark}
     connection.execute(sa.insert(accounts).values(name=account, balance=0, opened_at=now))
@@ -345,7 +346,8 @@ def _what_it_allows(connection: sa.Connection) -> list[str]:
     connection.execute(
         sa.insert(leases).values(id=f"{mark}-2", **{**lease, "server_name": "other"})
     )
-    connection.execute(sa.insert(lease_places).values(lease_id=f"{mark}-1", **place))
+    for some in (place, slot):
+        connection.execute(sa.insert(lease_places).values(lease_id=f"{mark}-1", **some))
     connection.execute(sa.insert(tickets).values(id=f"{mark}-1", **ticket))
     connection.execute(sa.insert(transfers).values(id=f"{mark}-1", **transfer))
     posting = {"transfer_id": f"{mark}-1", "account": account, "amount": 0}
@@ -354,6 +356,9 @@ def _what_it_allows(connection: sa.Connection) -> list[str]:
     impossible = {
         "two leases of one server": sa.insert(leases).values(id=f"{mark}-3", **lease),
         "two leases of one device": sa.insert(lease_places).values(lease_id=f"{mark}-2", **place),
+        "two slots of one member on one device": sa.insert(lease_places).values(
+            lease_id=f"{mark}-2", **{**slot, "slot": 1}
+        ),
         "two tickets of one server": sa.insert(tickets).values(id=f"{mark}-2", **ticket),
         "one transfer twice": sa.insert(transfers).values(id=f"{mark}-2", **transfer),
         "a changed transfer": sa.update(transfers).where(mine).values(reason="changed"),

@@ -27,6 +27,7 @@ from . import audit_log, hash_chain
 from .engine import Store, revision
 from .schema import (
     OPEN_LEASE,
+    OPEN_PLACE,
     accounts,
     lease_places,
     leases,
@@ -269,6 +270,22 @@ def _one_lease(connection: sa.Connection) -> Iterator[str]:
         yield f"The server {server[0]}/{server[1]} has two open leases."
 
 
+def _sharing(connection: sa.Connection) -> Iterator[str]:
+    """A device is leased whole or in slots, never both, and no member has two slots of one."""
+    # What Slurm shares is leased as Slurm says.
+    here = OPEN_PLACE & (leases.c.engine != "slurm")
+    joined = lease_places.join(leases, leases.c.id == lease_places.c.lease_id)
+    uuid, sharer, slots = lease_places.c.uuid, lease_places.c.sharer, lease_places.c.slots
+    used = sa.select(uuid).select_from(joined).where(here).group_by(uuid).limit(1)
+    is_several = sa.func.count(lease_places.c.lease_id.distinct()) > 1
+    is_mixed = (sa.func.count(sharer) < sa.func.count()) | (sa.func.min(slots) < sa.func.max(slots))
+    for (name,) in connection.execute(used.having(is_several & is_mixed)):
+        yield f"Device {name} is leased whole, and other leases are on it."
+    twice = used.add_columns(sharer).where(sharer.isnot(None)).group_by(sharer)
+    for name, member in connection.execute(twice.having(sa.func.count() > 1)):
+        yield f"The member {member} has two slots of device {name}."
+
+
 def _times(connection: sa.Connection) -> Iterator[str]:
     """Every running lease has started, and no lease ended before it started."""
     wrong = (leases.c.ended_at < leases.c.started_at) | (
@@ -297,6 +314,7 @@ CHECKS: dict[str, Check] = {
     "references": _references,
     "one lease per slot": _one_lease,
     "places": _places,
+    "sharing": _sharing,
     "order of times": _times,
     "keys": _keys,
     "whole transfers": _whole,

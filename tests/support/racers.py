@@ -8,7 +8,9 @@ import signal
 import struct
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import cache
 from multiprocessing import forkserver
@@ -19,10 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from gpuspawner.core.errors import GPUSpawnerError, NoDeviceFree
+from gpuspawner.db import audit
+from gpuspawner.leases.models import Sharing
 from gpuspawner.services import Services
-from tests.support.brokers import T0, acquire, open_services
+from tests.support.brokers import T0, Clock, acquire, open_services
 from tests.support.processes import REPO
 
 
@@ -59,6 +64,11 @@ def start_server() -> None:
 
 FAILED = "its start failed"
 """Why a lease ended that cost nothing although it had been charged."""
+
+TWO_T4 = "simulated:2xT4"
+
+MOST_TRIES = 5000
+"""Rounds after which a racer gives up to see what the others do."""
 
 FAST = 3600
 """How many seconds of the simulated clock a real one lasts: an hour costs something."""
@@ -277,3 +287,99 @@ def look_after_sessions_until_killed(ready: Connection, url: str, clock: SharedC
             services.sessions.end_session(lease.id)
         if not due.warn and not due.over:
             time.sleep(0.002)  # whoever sets the clock needs the processor
+
+
+def slots_and_whole_devices(
+    gate: Barrier, url: str, seed: int, count: int, settings: dict[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Eight members ask ``count`` times for a slot or a whole device, on as many threads as a hub.
+
+    The oldest lease is given back when there are three, or for somebody who got none. Returns the
+    answers, and what was wrong with the devices of open leases after any of the grants.
+    """
+    services = open_services(url, **settings)
+    services.monitoring.overview()
+    chance = random.Random(seed)
+    asked = [
+        (f"member{chance.randrange(8)}", chance.choice([Sharing.SLOT, Sharing.SLOT, Sharing.WHOLE]))
+        for _ in range(count)
+    ]
+    kept: deque[str] = deque()
+    wrong: list[str] = []
+
+    def give_back() -> None:
+        with suppress(IndexError):  # another thread gave the last one back
+            services.leases.release(kept.popleft(), reason="for others")
+
+    def one(number: int) -> str:
+        user, sharing = asked[number]
+        try:
+            lease = acquire(services, user, server=f"{seed}-{number}", sharing=sharing)
+        except GPUSpawnerError as error:
+            give_back()
+            return f"{type(error).__name__}: {error}"
+        wrong.extend(services.store.run(shared_wrongly))
+        kept.append(lease.id)
+        if len(kept) > 2:
+            give_back()
+        return sharing.value
+
+    gate.wait(120)
+    answers = list(services.store.executor.map(one, range(count)))
+    services.store.close()
+    return answers, wrong
+
+
+def slots_of_changing_devices(
+    gate: Barrier, url: str, seed: int, done: Any
+) -> tuple[set[int], list[str]]:
+    """Take and return slots of devices whose number of slots the hub changes meanwhile.
+
+    Until three numbers were seen. Returns these numbers (0 for a refusal), and what was wrong.
+    """
+    clock = Clock()
+    services = open_services(url, clock, device_source=TWO_T4, shared_devices={"T4": 4})
+    services.watch.changes_slots = False  # it has the numbers from the hub's table
+    found, wrong = set[int](), list[str]()
+    gate.wait(120)
+    for number in range(MOST_TRIES):
+        if number > 30 and len(found) > 2:
+            break
+        clock.forward(minutes=2)  # it reads the table again
+        try:
+            lease = acquire(services, f"m{seed}", server=f"{number}", sharing=Sharing.SLOT)
+        except GPUSpawnerError as error:
+            found.add(0)
+            if not isinstance(error, NoDeviceFree):
+                wrong.append(error.message)
+            continue
+        wrong.extend(services.store.run(shared_wrongly))
+        found.add(lease.devices[0].slots)
+        services.leases.release(lease.id, reason="stopped")
+    with done.get_lock():
+        done.value += 1
+    services.store.close()
+    return found, wrong
+
+
+def hub_changes_slots(gate: Barrier, url: str, done: Any, others: int) -> int:
+    """Want other numbers of slots until the others are done; how often a device got one."""
+    services = open_services(url, device_source=TWO_T4, shared_devices={"T4": 4})
+    before = [device.slots for device in services.devices.look().devices]
+    changed = 0
+    gate.wait(120)
+    for number in range(MOST_TRIES):
+        if done.value == others:
+            break
+        services.watch.shared = {"T4": 2 + number % 3}
+        now = [device.slots for device in services.devices.look(fresh=True).devices]
+        changed += sum(one != other for one, other in zip(before, now, strict=True))
+        before = now
+    services.store.close()
+    return changed
+
+
+def shared_wrongly(connection: sa.Connection) -> list[str]:
+    """What is wrong with the devices of open leases: one on a slot, whole or in slots."""
+    checks = (audit.CHECKS[name] for name in ("one lease per slot", "sharing"))
+    return [problem for check in checks for problem in check(connection)]

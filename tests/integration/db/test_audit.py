@@ -71,6 +71,14 @@ WRONG = (
         "is open, but its device",
     ),
     (
+        "sharing",
+        "INSERT INTO lease_places (lease_id, uuid, slot, "
+        '"index", model, memory_bytes, open, slots, held_slots, sharer) '
+        "SELECT (SELECT min(id) FROM leases WHERE ended_at IS NOT NULL), uuid, 1, "
+        "\"index\", model, memory_bytes, open, 2, 1, 'eve' FROM lease_places WHERE open",
+        "is leased whole, and other leases are on it",
+    ),
+    (
         "order of times",
         "UPDATE leases SET started_at = NULL WHERE state = 'running'",
         "its times contradict that",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
 from gpuspawner.devices import placement, topology
 from gpuspawner.devices.models import Device, DeviceProcess, DeviceStatus, model_matches
-from gpuspawner.leases.models import Request, Slot
+from gpuspawner.leases.models import Request, Sharing, Slot
 from tests.support.placements import choose, free_slots
 from tests.support.tier import examples
 
@@ -329,6 +329,8 @@ def feasible_sets(
             return False
         if d.memory_bytes < request.memory_bytes:
             return False
+        if d.slots > 1 and request.devices > 1:
+            return False
         if ignoring:
             return True
         if d.status is not DeviceStatus.OK or any(place.uuid == d.uuid for place in taken):
@@ -384,6 +386,56 @@ def test_placement_matches_exhaustive_search(
         assert closeness(given_devices, links) == best
         first = next(some for some in fitting if closeness(some, links) == best)
         assert given_devices == first, "of equal sets the one with the lowest indices"
+
+
+def feasible_slots(
+    request: Request, devices: Sequence[Device], taken: Sequence[Slot], ignoring: bool = False
+) -> list[Slot]:
+    """Every slot that a request for one may get, found by trying them all."""
+    found = []
+    for d in devices:
+        mine = [slot for slot in range(d.slots) if Slot(d.uuid, slot) in taken]
+        if d.slots == 1 or d.status is DeviceStatus.PARENT or d.compute_mode == "prohibited":
+            continue
+        if d.model not in MEANT[request.model] or d.memory_bytes < request.memory_bytes * d.slots:
+            continue
+        if request.models and not any(d.model in MEANT[model] for model in request.models):
+            continue
+        is_occupied = not mine and any(p.kind == "compute" for p in d.processes)
+        if not ignoring and (d.status is not DeviceStatus.OK or is_occupied):
+            continue
+        slots = [Slot(d.uuid, slot) for slot in range(d.slots)]
+        found += [slot for slot in slots if ignoring or slot not in taken]
+    return found
+
+
+@settings(max_examples=examples(400))
+@given(devices_and_taken(), requests, st.sets(st.integers(0, 8)))
+def test_slot_placement_matches_exhaustive_search(
+    fleet_and_taken: tuple[list[Device], list[Slot]], asked: Request, mine: set[int]
+) -> None:
+    devices, taken = fleet_and_taken
+    request = replace(asked, sharing=Sharing.SLOT, devices=1, memory_bytes=asked.memory_bytes // 2)
+    by_uuid = {d.uuid: d for d in devices}
+    own = {d.uuid for d in devices if d.index in mine}
+    fleet = placement.PlacementIndex(devices, {})
+    allowed = [s for s in feasible_slots(request, devices, taken) if s.uuid not in own]
+    if not allowed:
+        possible = feasible_slots(request, devices, taken, ignoring=True)
+        with pytest.raises(NoDeviceFree if possible else TooMuchAsked):
+            fleet.choose(request, placement.texts(taken), shared=own)
+        return
+    (chosen,) = fleet.choose(request, placement.texts(taken), shared=own)
+    assert chosen in allowed, "free, suitable, and the only one of its member on the device"
+
+    def rank(slot: Slot) -> tuple[bool, int, int, int, int]:
+        device = by_uuid[slot.uuid]
+        left = sum(one.uuid == slot.uuid for one in allowed)
+        return left == device.slots, device.memory_bytes, left, device.index, slot.slot
+
+    assert chosen == min(allowed, key=rank), "partly used first, then the tightest fit"
+    with pytest.raises(TooMuchAsked):
+        fleet.choose(replace(request, devices=2), placement.texts(taken))
 
 
 @settings(max_examples=examples(200))
