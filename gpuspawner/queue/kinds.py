@@ -64,9 +64,13 @@ def parts_of(kind: str) -> KindParts:
     return KindParts(found["model"], int(found["memory"]), int(found["slots"] or 1))
 
 
+def gathers_slots(devices: DeviceCount, kinds: frozenset[str]) -> bool:
+    """Return True if a request may get a whole shared device: all its slots together."""
+    return devices >= 1 and _has_shared(kinds)
+
+
 @lru_cache(maxsize=4096)
-def has_shared(kinds: frozenset[str]) -> bool:
-    """Return True if one of the kinds is a shared device."""
+def _has_shared(kinds: frozenset[str]) -> bool:
     return any(parts_of(kind).slots > 1 for kind in kinds)
 
 

@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..core.units import DeviceCount
+from .kinds import gathers_slots
 from .limits import LimitedRequests, Limiter
 from .models import HOUR, Priority, QueuePolicy, ScorePart, WaitingTicket
 from .session_lengths import ExpectedLength, SessionLengths, SimilarSessions
@@ -194,6 +195,8 @@ class Shape:
 
     devices: DeviceCount
     kinds: tuple[str, ...]
+    gathers: bool = False
+    """True if its tickets may need all slots of a shared device."""
     entries: list[Entry] = field(default_factory=list)
     """Its part of the queue."""
     head: Entry | None = None
@@ -495,7 +498,8 @@ class Book:
             return batch
         shape = self.shapes.get((ticket.devices, ticket.kinds))
         if shape is None:
-            shape = Shape(ticket.devices, tuple(sorted(ticket.kinds)))
+            gathers = gathers_slots(ticket.devices, ticket.kinds)
+            shape = Shape(ticket.devices, tuple(sorted(ticket.kinds)), gathers)
             self.shapes[(ticket.devices, ticket.kinds)] = shape
         alike = self._lengths.alike(ticket.member, ticket.group, ticket.devices)
         batch = TicketBatch(

@@ -536,5 +536,8 @@ class Walk:
             self._limiter.take(batch, batch.seconds)
             return True
         if shape.rooms[which] < 0.0:
-            round_.keep(ticket_id, shape, which, because_of_age)
+            # A guess that a session is short is wrong often enough that many slots never become
+            # free together.
+            no_guess = because_of_age or shape.gathers
+            round_.keep(ticket_id, shape, which, no_guess)
         return False

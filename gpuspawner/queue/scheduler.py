@@ -9,7 +9,7 @@ from itertools import chain
 from types import MappingProxyType
 
 from ..core.units import DeviceCount
-from .kinds import has_shared, taken_of
+from .kinds import gathers_slots, taken_of
 from .limits import Limiter
 from .models import (
     HOUR,
@@ -351,7 +351,7 @@ class Scheduler:
             if ticket.id in round_.on:
                 continue
             is_held_back = bool(self._limiter.refusal(self._book.batch(ticket.id), now))
-            is_gathered = ticket.devices > 1 or (ticket.devices == 1 and has_shared(ticket.kinds))
+            is_gathered = ticket.devices > 1 or gathers_slots(ticket.devices, ticket.kinds)
             if len(found) >= most or is_held_back or (is_gathered and not is_sure):
                 break
             seconds = math.inf if ticket.seconds is None else ticket.seconds

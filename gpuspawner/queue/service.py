@@ -218,23 +218,27 @@ class QueueService:
             starts = [ticket for ticket in decision.starts if ticket in present]
             return self._make_room(starts, decision)
 
-    def spare(self) -> dict[str, DeviceCount]:
-        """Return how many devices of each kind preemptible runs may use: no start needs them."""
-        if self.delegation.delegate is not None:
-            return {}
+    def count_spare(self) -> int:
+        """Return how many devices, and slots of shared ones, preemptible runs could get now."""
         with self.line.lock:
-            decision = self.positions.decide()
-            # Positive counts only: of what is left, preemptible runs hold some.
-            return subtract(decision.left, self.line.supply.yielded)
+            return sum(int(some * parts_of(kind).slots) for kind, some in self._spare().items())
 
     def has_spare(self, request: Request, user: str = "") -> bool:
         """Return True if a member's preemptible run would get its devices now."""
         with self.line.lock:
             return bool(self._spare_kinds(request, user))
 
+    def _spare(self) -> dict[str, DeviceCount]:
+        """Return how many devices of each kind preemptible runs may use: no start needs them."""
+        if self.delegation.delegate is not None:
+            return {}
+        decision = self.positions.decide()
+        # Positive counts only: of what is left, preemptible runs hold some.
+        return subtract(decision.left, self.line.supply.yielded)
+
     def _spare_kinds(self, request: Request, user: str) -> list[str]:
         """Return the kinds with enough spare devices for a request, the best first."""
-        spare, asked = self.spare(), self.line.asked(request)
+        spare, asked = self._spare(), self.line.asked(request)
         kinds = [k for k in self.line.kinds(request, user) if spare.get(k, 0) >= asked]
         if self.line.is_for_slot(request):
             order = {kind: place for place, kind in enumerate(self.line.supply.usable)}

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from ..core.errors import (
     TicketEnded,
     Unavailable,
 )
+from ..core.units import DeviceCount
 from ..leases.models import LeaseState, Request, Terms
 from ..runs.models import FollowedRun, Run, RunState, Work
 from ..runs.rules import slug_of
@@ -237,11 +238,11 @@ class RunLauncher:
 
         Members whose preemptible runs hold the fewest devices come first.
         """
-        spare = sum((await self.services.run(self.services.queue.spare)).values())
-        held = Counter[str]()
+        spare = await self.services.run(self.services.queue.count_spare)
+        held = defaultdict[str, DeviceCount](int)
         for each in followed:
             if each.run.preemptible and each.lease and each.lease.state is not LeaseState.ENDED:
-                held[each.run.user] += len(each.lease.devices)
+                held[each.run.user] += each.lease.device_equivalents
         now = time.monotonic()
         rest = [run for run in waiting if self._tried.get(run.id, now) <= now]
         while rest and spare > 0:

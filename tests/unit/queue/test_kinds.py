@@ -1,0 +1,202 @@
+"""Kinds of exclusive and shared devices, and how the scheduler gives out slots. Real: the scheduler
+and placement, which must agree; sessions are simulated."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gpuspawner.core.errors import NoDeviceFree
+from gpuspawner.core.units import DeviceCount, format_devices, format_gpus
+from gpuspawner.devices.models import Device
+from gpuspawner.devices.placement import PlacementIndex, texts
+from gpuspawner.leases.models import Request, Sharing, Slot
+from gpuspawner.queue.kinds import (
+    KindParts,
+    add,
+    gathers_slots,
+    kind_of,
+    parts_of,
+    pool_kind,
+    pool_of,
+    subtract,
+    taken_of,
+)
+from gpuspawner.queue.models import WaitingTicket
+from tests.unit.queue.site import DAY, HOUR, T0, Site, lease, scheduler_of, ticket
+
+GIB = 2**30
+names = st.text(st.characters(exclude_characters="*@", exclude_categories=("Cs",)), min_size=1)
+
+
+@given(names, st.integers(1, 2**40), st.integers(1, 16), names)
+def test_kind_has_the_parts_of_its_device(model: str, memory: int, slots: int, uuid: str) -> None:
+    device = Device(uuid=uuid, index=0, model=model, memory_bytes=memory, slots=slots)
+    kind = kind_of(device)
+    assert parts_of(kind) == KindParts(model, memory, slots)
+    assert pool_of(kind) == pool_of(pool_of(kind)) == pool_kind(model, memory, slots)
+    assert (uuid in kind) >= (slots > 1)
+
+
+def test_other_texts_are_kinds_of_unshared_devices() -> None:
+    for kind in ("", "any", "a"):
+        assert parts_of(kind).slots == 1 and pool_of(kind) == kind
+        assert not gathers_slots(4, frozenset({kind}))
+
+
+def test_counts_mix_whole_devices_and_parts() -> None:
+    quarter = Fraction(1, 4)
+    assert taken_of("T4/1*4@x", quarter) == quarter
+    assert taken_of("T4/1*2@x", quarter) == Fraction(1, 2), "there is no smaller slot"
+    assert taken_of("T4/1", 3) == 3
+    assert add({"a": 1, "b": quarter}, {"b": 3 * quarter}) == {"a": 1, "b": 1}
+    assert subtract({"a": 1, "b": quarter}, {"b": 1}) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("devices", "number", "words"),
+    [
+        (0, "0", "0 GPUs"),
+        (1, "1", "1 GPU"),
+        (3, "3", "3 GPUs"),
+        (Fraction(1, 4), "1/4", "1/4 of a GPU"),
+        (Fraction(9, 4), "2 1/4", "2 1/4 GPUs"),
+        (Fraction(2), "2", "2 GPUs"),
+    ],
+)
+def test_devices_are_written_as_people_do(devices: DeviceCount, number: str, words: str) -> None:
+    assert (format_devices(devices), format_gpus(devices)) == (number, words)
+
+
+@st.composite
+def shared_fleets(draw: st.DrawFn) -> tuple[list[Device], frozenset[str]]:
+    """Shared devices, and the slots that are taken."""
+    devices = [
+        Device(
+            uuid=f"GPU-{draw(st.integers(0, 99))}-{index}",
+            index=index,
+            model=draw(st.sampled_from(["T4", "A100"])),
+            memory_bytes=draw(st.sampled_from([16, 40])) * GIB,
+            slots=draw(st.sampled_from([2, 3, 4])),
+        )
+        for index in range(draw(st.integers(1, 5)))
+    ]
+    every = [Slot(device.uuid, slot) for device in devices for slot in range(device.slots)]
+    return devices, texts(draw(st.lists(st.sampled_from(every), unique=True)))
+
+
+@given(shared_fleets())
+def test_scheduler_and_placement_choose_the_same_device(
+    found: tuple[list[Device], frozenset[str]],
+) -> None:
+    devices, taken = found
+    fleet = PlacementIndex(devices, {})
+    free = {
+        kind_of(fleet.by_uuid[uuid]): Fraction(count, fleet.by_uuid[uuid].slots)
+        for uuid, count in fleet.free_slots(taken).items()
+    }
+    assume(free)
+    asked = Fraction(1, max(device.slots for device in devices))
+    scheduler = scheduler_of(
+        slot_ticket("one", [kind_of(device) for device in devices], devices=asked),
+        capacity={kind_of(device): 1 for device in devices},
+    )
+    (slot,) = fleet.choose(Request(devices=1, sharing=Sharing.SLOT), taken)
+    decision = scheduler.decide(T0, free)
+    assert decision.on == {"one": kind_of(fleet.by_uuid[slot.uuid])}
+    left = decision.left.get(decision.on["one"], 0) * fleet.by_uuid[slot.uuid].slots
+    assert left == fleet.free_slots(taken)[slot.uuid] - 1, "a whole slot, however small it asked"
+
+
+@given(shared_fleets(), st.integers(1, 20))
+def test_one_decision_grants_each_slot_once(
+    found: tuple[list[Device], frozenset[str]], tickets: int
+) -> None:
+    devices, taken = found
+    fleet = PlacementIndex(devices, {})
+    slots = fleet.free_slots(taken)
+    kinds = [kind_of(device) for device in devices]
+    asked = Fraction(1, max(device.slots for device in devices))
+    scheduler = scheduler_of(
+        *(slot_ticket(f"t{n}", kinds, devices=asked) for n in range(tickets)),
+        capacity=dict.fromkeys(kinds, 1),
+    )
+    free = {kind_of(d): Fraction(slots[d.uuid], d.slots) for d in devices if d.uuid in slots}
+    decision = scheduler.decide(T0, free)
+    assert len(decision.starts) == min(tickets, sum(slots.values()))
+    for kind in decision.on.values():
+        try:
+            (place,) = fleet.choose(
+                Request(devices=1, sharing=Sharing.SLOT),
+                taken | {Slot.closure(d.uuid).text for d in devices if kind_of(d) != kind},
+            )
+        except NoDeviceFree:
+            pytest.fail(f"{kind} was granted more often than it has slots")
+        taken |= {place.text}
+
+
+def slot_ticket(
+    name: str, kinds: list[str], devices: DeviceCount = Fraction(1, 4), at: float = T0
+) -> WaitingTicket:
+    return replace(ticket(name, 1, at=at), devices=devices, kinds=frozenset(kinds))
+
+
+def test_yielded_slots_are_taken_last() -> None:
+    kinds = [f"T4/16*4@{name}" for name in "ab"]
+    scheduler = scheduler_of(slot_ticket("one", kinds), capacity=dict.fromkeys(kinds, 1))
+    free = {kinds[0]: Fraction(2, 4), kinds[1]: Fraction(3, 4)}
+    assert scheduler.decide(T0, free).on == {"one": kinds[0]}, "the fuller one"
+    yielded = {kinds[0]: Fraction(2, 4)}
+    assert scheduler.decide(T0, free, yielded=yielded).on == {"one": kinds[1]}
+
+
+def test_whole_request_gets_an_unshared_device_before_a_shared_one() -> None:
+    kinds = ["T4/16*4@a", "T4/16"]
+    whole = replace(ticket("one", 1), kinds=frozenset(kinds))
+    scheduler = scheduler_of(whole, capacity=dict.fromkeys(kinds, 1))
+    assert scheduler.decide(T0, dict.fromkeys(kinds, 1)).on == {"one": "T4/16"}
+    assert scheduler.decide(T0, {kinds[0]: 1}).on == {"one": kinds[0]}
+    assert scheduler.decide(T0, {kinds[0]: Fraction(3, 4)}).on == {}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known ends", "unknown ends"])
+@pytest.mark.parametrize("seed", range(3))
+def test_whole_request_does_not_starve_among_slots(known: bool, seed: int) -> None:
+    """More members ask for slots than there are, for as long as the whole request waits."""
+    chance, kinds = random.Random(seed), [f"T4/16*4@GPU-{number}" for number in range(2)]
+    capacity = dict.fromkeys(kinds, 1)
+    scheduler = scheduler_of(capacity=capacity)
+    site, lasts, comes, number = Site(scheduler, capacity), {"whole": HOUR}, T0, 0
+    whole = ticket("whole", 1, at=T0 + 12 * HOUR, position=1, seconds=HOUR if known else None)
+    while "whole" not in site.started_at:
+        assert site.now < T0 + 2 * DAY, "it starves"
+        site.go_to(min(comes, site.next_end or comes))
+        if comes <= site.now:
+            number += 1
+            name = f"t{number}"
+            lasts[name] = max(60.0, chance.expovariate(1 / HOUR))
+            seconds = lasts[name] if known else None
+            scheduler.submit(replace(slot_ticket(name, kinds, at=site.now), seconds=seconds))
+            comes += chance.expovariate(10 / HOUR)
+        if site.now >= whole.asked_at and "whole" not in scheduler.waiting:
+            scheduler.submit(replace(whole, kinds=frozenset(kinds)))
+        site.step(lasts, known)
+    assert len(scheduler.waiting) > 8, "others waited all the time"
+
+
+def test_slots_count_as_parts_for_shares_and_order() -> None:
+    kind = "T4/16*4@a"
+    scheduler = scheduler_of(capacity={kind: 1})
+    scheduler.started(lease("past", {kind: Fraction(1, 4)}, T0 - 8 * HOUR, member="ada"))
+    for member in ("ada", "bob"):
+        scheduler.submit(replace(slot_ticket(member, [kind]), member=member))
+    bob, ada = scheduler.order(T0)
+    assert (bob.id, ada.id) == ("bob", "ada")
+    words = {part.name: part.why for part in ada.parts}
+    assert words["share of the member"] == "used 2.0 GPU-hours of late, weight 1"
+    assert words["size"] == "about 0.2 GPU-hours expected, 4 give 0 points"
