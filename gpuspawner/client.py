@@ -123,6 +123,8 @@ class QuoteDetails:
     environment_name: str
     gpus: int
     most_gpus: int
+    share: str
+    """What a share of a GPU is here; empty if none can be asked for."""
     cpu_variant: bool
     models: tuple[str, ...]
     hours: float | None
@@ -217,6 +219,10 @@ class SessionDevice:
     index: int
     model: str
     memory_bytes: int
+    slots: int
+    """How many slots the GPU has: 1 if it is not shared."""
+    held_slots: int
+    """How many of them the session holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +314,8 @@ class EnvironmentDetails:
     default_gpus: int
     max_gpus: int
     cpu_variant: bool
+    sharing: str
+    """Whether its servers get ``whole`` GPUs, a ``slot`` of a shared one, or ``any``."""
     models: tuple[str, ...]
     default_hours: float | None
     max_hours: float | None

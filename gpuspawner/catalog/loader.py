@@ -63,6 +63,7 @@ class Catalog:
             image="",
             default=True,
             devices=devices,
+            sharing="any",
         )
         return cls(environments=(only,))
 

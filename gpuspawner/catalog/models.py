@@ -293,8 +293,8 @@ class Environment(_ServerSettings):
     """The oldest CUDA version that the driver must offer, such as '12.4', in quotes."""
     cpu_variant: bool = True
     """Whether it can be started without a GPU."""
-    sharing: Literal["whole"] = "whole"
-    """How its servers hold GPUs; whole is the only way so far."""
+    sharing: Literal["whole", "slot", "any"] = "whole"
+    """How its servers hold GPUs: whole ones, one slot of a shared GPU, or as the member chooses."""
     allowed_groups: Groups | None = None
     """Members of any of these groups may use it. Without it: everyone."""
     mem_limit: Size | None = None
@@ -337,12 +337,28 @@ class Environment(_ServerSettings):
                 "Leave it out, or write 'devices: {default: 1}'.",
                 "cpu_variant",
             )
+        if self.sharing == "slot" and self.devices.max > 1:
+            raise mistake(
+                f"says 'sharing: slot', so a server gets a slot of one GPU, but up to "
+                f"{self.devices.max} GPUs. Leave out 'max', or write 'sharing: any'.",
+                "sharing",
+            )
         return self
 
     @property
     def cpu_only(self) -> bool:
         """True if servers never get a device."""
         return self.devices.max == 0
+
+    @property
+    def has_whole_devices(self) -> bool:
+        """True if its servers may get whole devices."""
+        return not self.cpu_only and self.sharing != "slot"
+
+    @property
+    def has_slots(self) -> bool:
+        """True if its servers may get a slot of a shared device."""
+        return not self.cpu_only and self.sharing != "whole"
 
     @property
     def image_digest(self) -> str:

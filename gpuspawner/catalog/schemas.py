@@ -59,6 +59,9 @@ class EnvironmentAnswer(Answer):
     default_gpus: Count = told("devices.default")
     max_gpus: Count = told("devices.max")
     cpu_variant: bool = Field(description="Whether it can be started without a GPU.")
+    sharing: Literal["whole", "slot", "any"] = Field(
+        description="Whether its servers get whole GPUs, a share of one, or what is asked for."
+    )
     models: tuple[str, ...] = Field(description="Only these GPU models; empty for any.")
     default_hours: Number | None = told("hours.default")
     max_hours: Number | None = told("hours.max", description="Null: as for any environment.")

@@ -342,7 +342,7 @@ class PlacementIndex:
     ) -> None:
         self.devices = devices
         self.links = links
-        self._slots_only = slots_only
+        self.slots_only = slots_only
         self.by_uuid = {device.uuid: device for device in devices}
         # An unknown device may answer again; a MIG parent or a prohibited one waits for an admin.
         existing = (
@@ -369,7 +369,7 @@ class PlacementIndex:
     def is_for_slot(self, request: Request) -> bool:
         """Return True if the request gets one slot of its device, False if all of them."""
         return request.sharing is Sharing.SLOT or (
-            self._slots_only and any(device.slots > 1 for device in self.devices)
+            self.slots_only and any(device.slots > 1 for device in self.devices)
         )
 
     def choose(

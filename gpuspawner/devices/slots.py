@@ -1,4 +1,4 @@
-"""Rules for the number of slots of each device. Pure."""
+"""Rules for the number of slots of each device, and a slot in words. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.errors import ConfigError
+from ..leases.models import LeasedDevice
 from .models import Device, DeviceStatus, model_matches, model_words
+from .placement import format_memory
 
 MOST_SLOTS = 16
 """The most slots of one device."""
@@ -64,3 +66,39 @@ def with_slots(
             slots = slots_wanted(device, shared)
         found.append(device if device.slots == slots else replace(device, slots=slots))
     return tuple(found)
+
+
+NOT_ISOLATED = "not isolated"
+"""What a member must know of every share: its memory and time are not kept apart."""
+
+
+def share_label(model: str, memory_bytes: int, slots: int, held_slots: int = 1) -> str:
+    """Return a share of a device as ``1/4 of NVIDIA A100-SXM4-80GB, about 20 GB``.
+
+    Args:
+        model: The device's model.
+        memory_bytes: Memory of the whole device.
+        slots: How many slots the device has.
+        held_slots: How many of them are in the share.
+    """
+    memory = format_memory(memory_bytes * held_slots // slots)
+    return f"{held_slots}/{slots} of {model}, about {memory}"
+
+
+def shared_with(slots: int, held_slots: int = 1) -> str:
+    """Return ``shared with up to 3 others, not isolated`` for a share of a device."""
+    others = slots - held_slots
+    return f"shared with up to {others} other{'s' if others > 1 else ''}, {NOT_ISOLATED}"
+
+
+def describe_share(device: LeasedDevice) -> str:
+    """Describe the leased share of a device; empty if the whole device is leased.
+
+    It reads ``1/4 of NVIDIA A100-SXM4-80GB, about 20 GB, shared with up to 3 others, not
+    isolated``.
+    """
+    if not device.is_shared:
+        return ""
+    slots, held = device.slots, device.held_slots
+    label = share_label(device.model, device.memory_bytes, slots, held)
+    return f"{label}, {shared_with(slots, held)}"

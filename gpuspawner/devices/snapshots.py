@@ -19,7 +19,7 @@ from . import repository
 from .closures import LEAK, Closure, kept_for
 from .models import Device, DeviceStatus, Inventory
 from .placement import PlacementIndex, leasable
-from .slots import slots_wanted, with_slots
+from .slots import share_label, slots_wanted, with_slots
 from .source import DeviceSource
 
 SAVE_EVERY = timedelta(minutes=1)
@@ -209,6 +209,30 @@ class ModelCount:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareCount:
+    """The slots of the shared devices of one model, memory size and number of slots."""
+
+    model: str
+    memory_bytes: int
+    """Memory of a whole device."""
+    slots: int
+    """How many slots each device has."""
+    total: int
+    """Slots of devices in service, free or leased; 0 if all of them are out of service."""
+    free: int
+
+    @property
+    def label(self) -> str:
+        """The share in words: ``1/4 of NVIDIA A100-SXM4-80GB, about 20 GB``."""
+        return share_label(self.model, self.memory_bytes, self.slots)
+
+    @property
+    def share_bytes(self) -> int:
+        """The device's memory, divided equally among its slots."""
+        return self.memory_bytes // self.slots
+
+
+@dataclass(frozen=True, slots=True)
 class Overview:
     """All devices at one moment."""
 
@@ -225,6 +249,13 @@ class Overview:
     """Why granting is paused, and by whom; None if it is not."""
     rates: Rates = field(default_factory=Rates)
     """All rates that apply now or later."""
+    slots_only: bool = False
+    """True if every request gets one slot of its device: so it is with shards of Slurm."""
+
+    @property
+    def shares(self) -> tuple[ShareCount, ...]:
+        """The slots that members may ask for; empty if they get nothing else anyway."""
+        return () if self.slots_only else count_shares(self.devices)
 
     @property
     def total(self) -> int:
@@ -317,11 +348,13 @@ def _closed(view: DeviceView, closure: Closure) -> DeviceView:
     return replace(view, state=state, detail=detail, free_slots=0)
 
 
-def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCount, ...]:
+def count_models(
+    views: Sequence[DeviceView], rates: RateCard, *, slots_only: bool = False
+) -> tuple[ModelCount, ...]:
     """Return totals by model and memory, largest first.
 
     A model is listed while one of its devices can be leased sooner or later; counted are those in
-    service.
+    service. The rate is that of a whole device, or of a slot if members get ``slots_only``.
     """
     found: dict[tuple[str, int], list[DeviceView]] = {}
     for view in views:
@@ -334,12 +367,32 @@ def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCou
             memory_bytes=memory,
             total=sum(view.in_service for view in some),
             free=sum(view.state == "free" for view in some),
-            rate=rates.rate_of(model, some[0].device.slots),
+            rate=rates.rate_of(model, some[0].device.slots if slots_only else 1),
             free_slots=sum(view.free_slots for view in some if view.device.slots > 1),
         )
         for (model, memory), some in found.items()
     ]
     return tuple(sorted(counts, key=lambda c: (-c.memory_bytes, c.model)))
+
+
+def count_shares(views: Sequence[DeviceView]) -> tuple[ShareCount, ...]:
+    """Return the slots of shared devices by model, memory and number of slots, largest first."""
+    found: dict[tuple[str, int, int], list[DeviceView]] = {}
+    for view in views:
+        device = view.device
+        if view.state in COUNTED and device.slots > 1:
+            found.setdefault((device.model, device.memory_bytes, device.slots), []).append(view)
+    counts = (
+        ShareCount(
+            model=model,
+            memory_bytes=memory,
+            slots=slots,
+            total=sum(slots for view in some if view.in_service),
+            free=sum(view.free_slots for view in some),
+        )
+        for (model, memory, slots), some in found.items()
+    )
+    return tuple(sorted(counts, key=lambda c: (-c.share_bytes, c.model)))
 
 
 def credit_ends(

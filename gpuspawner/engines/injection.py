@@ -164,3 +164,18 @@ def _asks_for_gpus(entry: dict[str, Any]) -> bool:
     if any(str(name).startswith(CDI_KIND) for name in entry.get("DeviceIDs") or []):
         return True
     return any(GPU_CAPABILITIES.intersection(group) for group in entry.get("Capabilities") or [])
+
+
+FRAMEWORK_PART = 0.9
+"""The part of a share that JAX allocates at once; the rest is for the CUDA context."""
+
+
+def framework_hints(share: float) -> dict[str, str]:
+    """Return variables that keep frameworks from taking the memory of a whole shared device.
+
+    They are hints: nothing enforces them. ``share`` is the leased part of the device.
+    """
+    return {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share * FRAMEWORK_PART:.3f}",
+        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    }

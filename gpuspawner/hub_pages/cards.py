@@ -11,7 +11,7 @@ import binascii
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
 from itertools import islice, product
@@ -26,8 +26,8 @@ from ..catalog.markdown import first_words, to_html
 from ..catalog.models import Environment
 from ..catalog.value_kinds import LOGO_TYPES
 from ..devices.placement import format_memory
-from ..devices.snapshots import Overview
-from ..leases.models import Request
+from ..devices.snapshots import Overview, ShareCount
+from ..leases.models import SHARE, Request, Sharing
 from ..ledger.rules import format_time_left
 from ..queue.positions import Outlook
 from .prices import MOST_CHOICES, PriceList, Tables, group_alike
@@ -207,13 +207,24 @@ def make_cards(
     ``outlooks`` are by slug. ``pages_url`` is the URL of the catalog's pages.
     """
     prices = PriceList(overview, environments, now)
+    outlooks = {
+        e.slug: _of_shares(outlooks[e.slug], prices.shares_of(e))
+        if e.sharing == "slot"
+        else outlooks[e.slug]
+        for e in environments
+    }
     return [
         Card(
             environment=environment,
             face=_face(environment, pages_url),
             badges=_badges(environment),
             text=first_words(environment.summary or environment.description),
-            now=said(outlooks[environment.slug], now, cpu_only=environment.cpu_only),
+            now=said(
+                outlooks[environment.slug],
+                now,
+                cpu_only=environment.cpu_only,
+                what="share" if environment.sharing == "slot" else "GPU",
+            ),
             at_once=outlooks[environment.slug].at_once,
             price=prices.of(environment),
         )
@@ -223,25 +234,36 @@ def make_cards(
 
 def usual_request(environment: Environment) -> Request:
     """Return the usual request in an environment, which its card describes."""
-    return _request(environment, max(1, environment.devices.default), "")
+    usual = max(1, environment.devices.default)
+    return _request(environment, SHARE if environment.sharing == "slot" else usual, "")
 
 
 def devices_of(environment: Environment) -> str:
     """Return how many devices a server of this environment may have, in words."""
     most = environment.devices.max
+    if environment.sharing == "slot":
+        return "a share of a GPU" if most else "no GPU"
     if most < 2:
         return "1 GPU" if most else "no GPU"
     return f"1 to {most} GPUs"
 
 
-def said(outlook: Outlook, now: datetime, *, cpu_only: bool = False) -> str:
+def _of_shares(outlook: Outlook, shares: Iterable[ShareCount]) -> Outlook:
+    """Return the outlook with the numbers of shares in place of those of devices."""
+    some = list(shares)
+    return replace(
+        outlook, free=sum(each.free for each in some), total=sum(each.total for each in some)
+    )
+
+
+def said(outlook: Outlook, now: datetime, *, cpu_only: bool = False, what: str = "GPU") -> str:
     """Return the availability: ``0 of 8 GPUs free now, start by 15:17 UTC at the latest``."""
     if cpu_only:
         return "Available now"
     if not outlook.total:
         return "No suitable GPU in service"
     plural = "" if outlook.total == 1 else "s"
-    free = f"{outlook.free} of {outlook.total} GPU{plural} free now"
+    free = f"{outlook.free} of {outlook.total} {what}{plural} free now"
     if start := "" if outlook.at_once else outlook.start(now):
         return f"{free}, start {start}"
     return f"{free}, others wait" if outlook.ahead and not outlook.at_once else free
@@ -410,7 +432,7 @@ Ask = Callable[[Mapping[str, Request]], Mapping[str, Outlook]]
 
 def wait_tables(
     environments: Sequence[Environment],
-    counts: Sequence[int],
+    counts: Sequence[int | str],
     models: Sequence[str],
     ask: Ask,
     now: datetime,
@@ -421,7 +443,8 @@ def wait_tables(
     :meth:`gpuspawner.queue.positions.PositionService.outlooks` does.
     """
     alike = group_alike(
-        (e for e in environments if not e.cpu_only), lambda e: (e.devices, e.models, e.min_memory)
+        (e for e in environments if not e.cpu_only),
+        lambda e: (e.devices, e.models, e.min_memory, e.sharing),
     )
     if len(alike) * len(counts) * (1 + len(models)) > MOST_CHOICES:
         return Tables({}, ())
@@ -449,11 +472,16 @@ def sentence(outlook: Outlook, now: datetime) -> str:
     return "Not enough are free now. You would wait in the queue."
 
 
-def _request(environment: Environment, count: int, model: str) -> Request:
-    if not 0 < count <= environment.devices.max:
+def _request(environment: Environment, count: int | str, model: str) -> Request:
+    """Return the request of a choice of the form; one without devices if nobody can have it."""
+    is_share = isinstance(count, str)
+    devices = 1 if isinstance(count, str) else count
+    can_have = environment.has_slots if is_share else environment.has_whole_devices
+    if not can_have or not 0 < devices <= environment.devices.max:
         return Request()
     return Request(
-        devices=count,
+        devices=devices,
+        sharing=Sharing.SLOT if is_share else Sharing.WHOLE,
         model=model or None,
         models=environment.models,
         memory_bytes=environment.min_memory,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import product
 from typing import Generic, TypeVar
@@ -15,7 +15,8 @@ from ..core.times import deadline
 from ..core.units import format_credits, format_price
 from ..devices.models import model_matches
 from ..devices.placement import format_memory
-from ..devices.snapshots import COUNTED, ModelCount, Overview
+from ..devices.slots import shared_with
+from ..devices.snapshots import COUNTED, ModelCount, Overview, ShareCount
 from ..ledger.credit_policy import SESSION, AccountRunway, CreditPolicy, planned_end
 from ..ledger.lots import lasts
 from ..ledger.models import Account
@@ -37,7 +38,7 @@ NAME = "{name}"
 
 @dataclass(frozen=True, slots=True)
 class PriceLine:
-    """The price of a device of one model, in all or some environments."""
+    """The price of a device or a share of one model, in all or some environments."""
 
     label: str
     free: int
@@ -48,6 +49,8 @@ class PriceLine:
     """Microcredits per GPU-hour."""
     lasts: str
     """How long the balance pays for one device; empty if forever."""
+    is_share: bool = False
+    """True for a slot of a shared device."""
 
     @property
     def price(self) -> str:
@@ -56,8 +59,9 @@ class PriceLine:
 
     @property
     def availability(self) -> str:
-        """How many are free, such as ``1 of 2``."""
-        return f"{self.free} of {self.total}" if self.total else "out of service"
+        """How many are free, such as ``1 of 2``, or ``3 of 8 shares``."""
+        free = f"{self.free} of {self.total}{' shares' if self.is_share else ''}"
+        return free if self.total else "out of service"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,8 @@ class Offer:
     """What the form shows for one number of GPUs of one model in an environment."""
 
     what: str = ""
-    """Such as ``2 x T4``, or ``1 GPU`` if there are several models; empty without a GPU."""
+    """Such as ``2 x T4``, ``1/4 of T4, about 4 GB``, or ``1 GPU`` if there are several models;
+    empty without a GPU."""
     price: str = FREE
     """Such as ``8.00 credits an hour``."""
     refusal: str = ""
@@ -131,7 +136,11 @@ class PriceList:
         self.environments = [e for e in environments if not e.cpu_only]
         self.now = now
         self._cards = {e.slug: overview.rates.card(now, e.slug) for e in self.environments}
-        self._slots = {view.device.model: view.device.slots for view in overview.devices}
+        self._slots = {
+            view.device.model: view.device.slots if overview.slots_only else 1
+            for view in overview.devices
+        }
+        self._shares = overview.shares
         self._known = Counter(
             (view.device.model, view.device.memory_bytes)
             for view in overview.devices
@@ -139,33 +148,74 @@ class PriceList:
         )
 
     def rate(self, environment: Environment, count: ModelCount) -> int:
-        """Return the microcredits per hour for one device, or one slot of a shared device."""
+        """Return the microcredits per hour for one device; for a slot if there is nothing else."""
         slots = self._slots.get(count.model, 1)
         return self._cards[environment.slug].rate_of(count.model, slots)
+
+    def share_rate(self, environment: Environment, share: ShareCount) -> int:
+        """Return the microcredits per hour for one slot of a shared device."""
+        return self._cards[environment.slug].rate_of(share.model, share.slots)
+
+    def shares_of(self, environment: Environment) -> list[ShareCount]:
+        """Return the shares that a server of an environment may have on this hub."""
+        if not environment.has_slots:
+            return []
+        return [
+            share
+            for share in self._shares
+            if share.share_bytes >= environment.min_memory and _runs_on(environment, share.model)
+        ]
 
     def of_models(self, environment: Environment) -> list[PriceLine]:
         """Return a line for each model that an environment runs on; none for a CPU-only one."""
         if environment.cpu_only:
             return []
-        return [
+        devices = [
             PriceLine(model_label(c), c.free, c.total, "", self.rate(environment, c), "")
             for c in self._models_of(environment)
         ]
+        shares = [
+            PriceLine(s.label, s.free, s.total, "", self.share_rate(environment, s), "", True)
+            for s in self.shares_of(environment)
+        ]
+        return devices + shares
 
     def lines(self, account: Account) -> list[PriceLine]:
-        """Return a line for each model, or for each of its prices if environments differ."""
+        """Return a line for each model and share, or for each price of it if environments differ.
+
+        Shares come last, and only those that a server of these environments may have.
+        """
         found = []
         for count in self.overview.models:
-            by_rate: dict[int, list[str]] = {}
-            for environment in self.environments:
-                if count in self._models_of(environment):
-                    rate = self.rate(environment, count)
-                    by_rate.setdefault(rate, []).append(environment.display_name)
-            label, free, total = model_label(count), count.free, count.total
-            for rate, names in by_rate.items() or {count.rate: [""]}.items():
-                where = _join(names) if len(by_rate) > 1 else ""
-                found.append(PriceLine(label, free, total, where, rate, self._lasts(account, rate)))
+            of = [e for e in self.environments if count in self._models_of(e)]
+            line = PriceLine(model_label(count), count.free, count.total, "", count.rate, "")
+            found += self._by_rate(line, account, [(e, self.rate(e, count)) for e in of])
+        for share in self._shares:
+            of = [e for e in self.environments if share in self.shares_of(e)]
+            if of:
+                line = PriceLine(share.label, share.free, share.total, "", 0, "", is_share=True)
+                found += self._by_rate(line, account, [(e, self.share_rate(e, share)) for e in of])
         return found
+
+    def _by_rate(
+        self, line: PriceLine, account: Account, rates: Iterable[tuple[Environment, int]]
+    ) -> list[PriceLine]:
+        """Return the line for each rate, with the names of its environments if there are several.
+
+        The line's own rate counts if no environment has one.
+        """
+        by_rate: dict[int, list[str]] = {}
+        for environment, rate in rates:
+            by_rate.setdefault(rate, []).append(environment.display_name)
+        return [
+            replace(
+                line,
+                where=_join(names) if len(by_rate) > 1 else "",
+                rate=rate,
+                lasts=self._lasts(account, rate),
+            )
+            for rate, names in by_rate.items() or {line.rate: [""]}.items()
+        ]
 
     def until(self) -> str:
         """Return when these prices change for new servers, formatted; empty if they do not."""
@@ -175,14 +225,24 @@ class PriceList:
     def of(self, environment: Environment) -> str:
         """Return the price of a device in an environment; empty if no device fits.
 
-        It reads ``1.00 to 4.00 credits a GPU-hour``, or ``free of charge``.
+        It reads ``1.00 to 4.00 credits a GPU-hour``, ``1.00 credits a GPU-hour, 0.25 for a share``,
+        or ``free of charge``.
         """
         if environment.cpu_only:
             return FREE
         rates = sorted({self.rate(environment, count) for count in self._models_of(environment)})
-        if not rates:
+        shares = sorted(
+            {self.share_rate(environment, each) for each in self.shares_of(environment)}
+        )
+        if not rates and not shares:
             return ""
-        return f"{_span(rates)} credits a GPU-hour" if rates[-1] else FREE
+        if not [*rates, *shares][-1]:
+            return FREE
+        if not rates:
+            return f"{_span(shares)} credits an hour for a share"
+        return f"{_span(rates)} credits a GPU-hour" + (
+            f", {_span(shares)} for a share" if shares else ""
+        )
 
     def most_gpus(self, environment: Environment) -> int:
         """Return the most GPUs that a server of this environment can get on this hub, ever."""
@@ -190,11 +250,13 @@ class PriceList:
 
     def model_names(self, environment: Environment) -> list[str]:
         """Return the models that an environment runs on."""
-        return list(dict.fromkeys(count.model for count in self._models_of(environment)))
+        whole = [count.model for count in self._models_of(environment)]
+        shared = [share.model for share in self.shares_of(environment)]
+        return list(dict.fromkeys(whole + shared))
 
     def tables(
         self,
-        counts: Sequence[int],
+        counts: Sequence[int | str],
         payers: Sequence[tuple[str, Account]],
         hours: Sequence[tuple[str, float]] = (),
         usual_hours: Mapping[str, float | None] | None = None,
@@ -202,7 +264,8 @@ class PriceList:
     ) -> Tables[Offer]:
         """Return what each choice of the form costs, and who could not pay for it.
 
-        ``payers`` are the accounts to choose from and ``hours`` the session lengths, each with its
+        ``counts`` are numbers of devices, and :data:`~gpuspawner.leases.models.SHARE`. ``payers``
+        are the accounts to choose from and ``hours`` the session lengths, each with its
         value in the form; ``usual_hours`` the lengths if the member chooses none, by slug. An
         account must be able to pay for ``lead`` at the start.
         """
@@ -213,7 +276,9 @@ class PriceList:
             return Tables({}, ())
         lengths = dict(hours)
 
-        def offers(environment: Environment, some: Sequence[tuple[int, str]]) -> dict[str, Offer]:
+        def offers(
+            environment: Environment, some: Sequence[tuple[int | str, str]]
+        ) -> dict[str, Offer]:
             default = usual.get(environment.slug)
             ends = {**lengths, "": default} if default is not None else lengths
             return {
@@ -225,28 +290,40 @@ class PriceList:
             alike, (offers(e[0], some) for e, some in zip(alike, choices, strict=True))
         )
 
-    def _choices(self, environment: Environment, counts: Sequence[int]) -> list[tuple[int, str]]:
+    def _choices(
+        self, environment: Environment, counts: Sequence[int | str]
+    ) -> list[tuple[int | str, str]]:
         """Return the numbers of GPUs, with the default even if it is too many, and the models."""
         most = max(self.most_gpus(environment), environment.devices.default)
         models = ["", *self.model_names(environment)]
-        return list(product([count for count in counts if count <= most], models))
+        some = [c for c in counts if (environment.has_slots if isinstance(c, str) else c <= most)]
+        return list(product(some, models))
 
     def _terms(self, environment: Environment) -> Hashable:
         return (
             environment.devices,
             environment.cpu_variant,
+            environment.sharing,
             *((c.model, self.rate(environment, c)) for c in self._models_of(environment)),
+            *((s.label, self.share_rate(environment, s)) for s in self.shares_of(environment)),
         )
 
     def _offer(
         self,
         environment: Environment,
-        gpus: int,
+        gpus: int | str,
         model: str,
         payers: Sequence[tuple[str, Account]],
         hours: Mapping[str, float],
         lead: timedelta,
     ) -> Offer:
+        if isinstance(gpus, str):
+            shares = [s for s in self.shares_of(environment) if model in ("", s.model)]
+            if not shares:
+                return Offer(refusal=f"No {model or 'GPU'} of this hub has a share for {NAME}.")
+            share_rates = {self._discounted(self.share_rate(environment, s)) for s in shares}
+            what = share_choice(shares)
+            return self._priced(what, sorted(share_rates), payers, hours, lead)
         if not gpus:
             return Offer(refusal="" if environment.cpu_variant else f"{NAME} needs a GPU.")
         fitting = [c for c in self._models_of(environment) if model in ("", c.model)]
@@ -261,6 +338,17 @@ class PriceList:
             return Offer(refusal=f"This hub has {what}.")
         what = _what(gpus, {count.model for count in enough})
         rates = sorted({self._discounted(gpus * self.rate(environment, each)) for each in enough})
+        return self._priced(what, rates, payers, hours, lead)
+
+    def _priced(
+        self,
+        what: str,
+        rates: Sequence[int],
+        payers: Sequence[tuple[str, Account]],
+        hours: Mapping[str, float],
+        lead: timedelta,
+    ) -> Offer:
+        """Return the offer of ``what`` at one of these rates of all its devices, sorted."""
         if not rates[-1]:
             return Offer(what=what)
         lasts = {value: self._lasts_with(account, rates[-1]) for value, account in payers}
@@ -312,14 +400,13 @@ class PriceList:
         return [(end - self.now, left) for end, left in self._ending.get(account.name, ())]
 
     def _models_of(self, environment: Environment) -> list[ModelCount]:
+        """Return the models of which a server of an environment may have whole devices."""
+        if not environment.has_whole_devices and not self.overview.slots_only:
+            return []
         return [
             count
             for count in self.overview.models
-            if count.memory_bytes >= environment.min_memory
-            and (
-                not environment.models
-                or any(model_matches(model, count.model) for model in environment.models)
-            )
+            if count.memory_bytes >= environment.min_memory and _runs_on(environment, count.model)
         ]
 
 
@@ -331,6 +418,28 @@ def group_alike(
     for environment in environments:
         found.setdefault(terms(environment), []).append(environment)
     return list(found.values())
+
+
+def share_choice(shares: Sequence[ShareCount]) -> str:
+    """Return what a share is, such as ``1/4 of T4 (about 4 GB), or 1/2 of A10 (about 12 GB)``."""
+    found = (
+        "{} ({})".format(*share.label.rsplit(", ", 1))
+        for share in sorted(shares, key=lambda share: share.share_bytes)
+    )
+    return ", or ".join(dict.fromkeys(found))
+
+
+def share_note(shares: Sequence[ShareCount]) -> str:
+    """Return what a member must know before they choose a share; empty if there is none."""
+    if not shares:
+        return ""
+    shared = shared_with(max(share.slots for share in shares))
+    return f"A share is {shared}: nothing keeps others from using the memory."
+
+
+def _runs_on(environment: Environment, model: str) -> bool:
+    some = environment.models
+    return not some or any(model_matches(each, model) for each in some)
 
 
 def model_label(count: ModelCount) -> str:

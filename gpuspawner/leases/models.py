@@ -54,6 +54,10 @@ class ServerRef:
         return LeaseKind.RUN if self.run_id else LeaseKind.SERVER
 
 
+SHARE = "share"
+"""What a member writes in place of a number of devices, to ask for a slot of a shared one."""
+
+
 class Sharing(str, Enum):
     """How much of each device a request asks for."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from ..web.schemas import (
     Answer,
     Count,
@@ -30,6 +32,7 @@ class DeviceNowAnswer(LeasedAnswer):
     busy: bool | None
     used_bytes: Count | None
     error: str
+    sharing: str = Field(description="What the session has of a shared device; else empty.")
     minutes: tuple[DeviceMinuteAnswer, ...]
 
 

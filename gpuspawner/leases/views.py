@@ -22,6 +22,7 @@ from ..core.errors import (
 )
 from ..core.scopes import SESSION
 from ..db.search import LONGEST
+from ..devices.slots import describe_share
 from ..monitoring.models import DeviceUse, Sample
 from ..monitoring.service import IdleServer
 from ..services import Services
@@ -357,6 +358,7 @@ def device(it: LeasedDevice, found: CurrentSession, recent: Recent) -> schemas.D
     newest = samples[-1] if samples else None
     return schemas.DeviceNowAnswer.of(
         it,
+        sharing=describe_share(it),
         use_percent=sum(uses) / len(uses) if uses else None,
         busy=newest.busy if newest else None,
         used_bytes=newest.used_bytes if newest else None,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import InvalidRequest
+from ..leases.models import SHARE
 from ..web.fields import invalid
 from .models import FollowedRun, Run
 from .schemas import INPUT_NAME, RunBody
@@ -102,9 +103,7 @@ class Repetition:
         options = {name: value for name, value in before.items() if name not in ("gpus", "hours")}
         options.pop("shown_at", None)  # the current prices apply
         if self.gpus:
-            if not (self.gpus.isascii() and self.gpus.isdigit() and len(self.gpus) < 5):
-                raise invalid("gpus", f"is {self.gpus[:20]!r}: write a whole number, such as 1.")
-            options["gpus"] = int(self.gpus)
+            options["gpus"] = _gpus(self.gpus)
         if self.hours:
             try:
                 hours = float(self.hours)
@@ -114,6 +113,15 @@ class Repetition:
                 raise invalid("hours", f"is {self.hours[:20]!r}: write hours, such as 1.5.")
             options["hours"] = hours
         return options
+
+
+def _gpus(text: str) -> int | str:
+    if text == SHARE:
+        return text
+    if not (text.isascii() and text.isdigit() and len(text) < 5):
+        what = f"is {text[:20]!r}: write a whole number, such as 1, or {SHARE} for a share."
+        raise invalid("gpus", what)
+    return int(text)
 
 
 def parsed(value: str) -> Any:

@@ -165,6 +165,7 @@ class QuoteAnswer(Answer):
     environment_name: str
     gpus: Count
     most_gpus: Count
+    share: str = Field(description="What a share of a GPU is here; empty if none can be asked for.")
     cpu_variant: bool = Field(description="Whether it also runs without a GPU.")
     models: tuple[str, ...]
     hours: Number | None

@@ -27,8 +27,8 @@ from ..core.units import format_credits
 from ..devices.models import DeviceStatus
 from ..devices.snapshots import Overview
 from ..hub_pages.cards import PAGE, make_cards, usual_request, wait_tables
-from ..hub_pages.prices import PriceList, model_label
-from ..leases.models import LeaseState, Request
+from ..hub_pages.prices import PriceList, model_label, share_choice, share_note
+from ..leases.models import SHARE, LeaseState, Request
 from ..ledger.models import member_account
 from ..ledger.rules import check_payer, format_time_left
 from ..ledger.service import Payers
@@ -276,8 +276,11 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     cards = make_cards(shown, overview, outlooks, now, limits.pages_url)
     lines = prices.lines(account)
     fields = {e.slug: environment_fields(e, prices, limits) for e in shown}
+    shares = list(dict.fromkeys(share for e in shown for share in prices.shares_of(e)))
     most = max(each.gpus for each in fields.values())
-    counts = range(1 + max(most, *(each.usual_gpus for each in fields.values())))
+    usual = [each.usual_gpus for each in fields.values() if isinstance(each.usual_gpus, int)]
+    counts: list[int | str] = [*range(1 + max(most, *usual)), *([SHARE] if shares else [])]
+    offered_counts = [each for each in counts if isinstance(each, str) or each <= most]
     count = fields[chosen.slug].usual_gpus if last.gpus is None else last.gpus
     offered = payer_choices(payers, last.account)
     paying = {a.name: a for a in payers.accounts}
@@ -285,7 +288,8 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     models = [count.model for count in overview.models]
     waits = wait_tables(shown, counts, models, ask, now)
     hours = list(limits.hours.values())
-    lengths = hour_choices(hours, last.hours, [line.rate for line in lines])
+    rates = [line.rate for line in lines if not line.is_share]
+    lengths = hour_choices(hours, last.hours, rates)
     costs = prices.tables(
         counts,
         who,
@@ -299,8 +303,11 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
         chosen=chosen,
         overview=overview,
         silent=[v.device for v in overview.devices if v.device.status is DeviceStatus.UNKNOWN],
-        counts=range(most + 1),
-        count=min(count, most),
+        counts=offered_counts,
+        count=min(count, most) if isinstance(count, int) else count,
+        shares=shares,
+        share_choice=share_choice(shares),
+        share_note=share_note(shares),
         last=last,
         balance=format_credits(account.available),
         models=[(count.model, model_label(count)) for count in overview.models],
@@ -352,7 +359,9 @@ class EnvironmentFields:
     name: str
     gpus: int
     """The most that this member may choose."""
-    usual_gpus: int
+    usual_gpus: int | str
+    share: str
+    """What a share is here; empty if this member may choose none."""
     cpu_variant: bool
     models: list[str]
     most_hours: float | None
@@ -369,7 +378,8 @@ def environment_fields(
     return EnvironmentFields(
         name=environment.display_name,
         gpus=min(limits.most_gpus, prices.most_gpus(environment)),
-        usual_gpus=min(limits.most_gpus, environment.devices.default),
+        usual_gpus=options.usual_gpus(environment, limits.most_gpus),
+        share=share_choice(prices.shares_of(environment)) if limits.most_gpus else "",
         cpu_variant=environment.cpu_variant,
         models=prices.model_names(environment),
         most_hours=hours.max,

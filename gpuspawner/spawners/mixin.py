@@ -46,7 +46,8 @@ from ..core.errors import (
 )
 from ..core.units import format_credits
 from ..engines.base import Engine
-from ..leases.models import Lease, LeaseKind, LeaseState, Request, ServerRef, Terms
+from ..engines.injection import framework_hints
+from ..leases.models import Lease, LeasedDevice, LeaseKind, LeaseState, Request, ServerRef, Terms
 from ..ledger.rules import check_payer
 from ..queue.models import Ticket
 from ..runs.models import Run
@@ -1012,6 +1013,8 @@ class GPUSpawnerMixin(Spawner):
         env = super().get_env()
         if self.run is not None:
             env = _without_hub(env) | run_environment(self.run, self.lease)
+        if shared := _shared_device(self.lease):
+            env = framework_hints(float(shared.share)) | env
         return self.with_lease_environment(env)
 
     def get_args(self) -> list[str]:
@@ -1023,8 +1026,15 @@ class GPUSpawnerMixin(Spawner):
         lease = self.lease
         devices = lease.devices if lease else ()
         env.pop("CUDA_VISIBLE_DEVICES", None)
+        for name in ("GPUSPAWNER_GPU_SHARE", "GPUSPAWNER_GPU_MEMORY"):
+            env.pop(name, None)
         if devices:
             env.setdefault("NVIDIA_DRIVER_CAPABILITIES", "compute,utility")
+        if shared := _shared_device(lease):
+            env.update(
+                GPUSPAWNER_GPU_SHARE=str(float(shared.share)),
+                GPUSPAWNER_GPU_MEMORY=str(shared.share_bytes),
+            )
         env.update(
             NVIDIA_VISIBLE_DEVICES=",".join(d.uuid for d in devices) or "void",
             CUDA_DEVICE_ORDER="PCI_BUS_ID",
@@ -1071,6 +1081,12 @@ def run_environment(run: Run, lease: Lease | None) -> dict[str, str]:
         "GPUSPAWNER_RESTARTS": str(run.restarts + run.preemptions),
         "GPUSPAWNER_RUN_SECONDS": "" if seconds is None else str(seconds),
     }
+
+
+def _shared_device(lease: Lease | None) -> LeasedDevice | None:
+    """Return the device of which a lease holds a share; None if it holds whole ones or none."""
+    devices = lease.devices if lease else ()
+    return next((device for device in devices if device.is_shared), None)
 
 
 def _without_hub(env: dict[str, str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from ..catalog.loader import Catalog
 from ..catalog.models import Environment, SessionHours
 from ..catalog.value_kinds import MOST_HOURS
 from ..core.errors import ConfigError, InvalidRequest, TooMuchAsked
-from ..leases.models import Request
+from ..leases.models import SHARE, Request, Sharing
 from ..ledger.rules import parse_account
 
 MOST_DATA = 200
@@ -118,8 +118,8 @@ class FormChoice:
 
     environment: str | None = None
     """The name of an environment in the catalog. Without it: the catalog's default."""
-    gpus: int | None = None
-    """Number of devices; 0 is a server without one."""
+    gpus: int | str | None = None
+    """Number of devices; 0 is a server without one, and :data:`SHARE` a slot of a shared one."""
     gpu_model: str | None = None
     """Words of a model's name, such as ``A100``."""
     gpu_memory: int | None = None
@@ -237,9 +237,18 @@ def resolve(choice: FormChoice, environment: Environment, limit: int) -> Request
     ``limit`` is the most devices that one server of this member may have. Raises TooMuchAsked.
     """
     most = min(limit, environment.devices.max)
-    count = choice.gpus
-    if count is None:
-        count = min(environment.devices.default, most)
+    asked = choice.gpus
+    if asked is None:
+        asked = usual_gpus(environment, limit)
+    elif asked not in (SHARE, 0) and environment.sharing == "slot":
+        raise InvalidRequest(
+            f"{environment.display_name} runs on a share of a GPU, not on whole ones. Ask for a "
+            f"share{', or for 0' if environment.cpu_variant else ''}.",
+            field="gpus",
+        )
+    if isinstance(asked, str):
+        _require_share(environment, most)
+    count = 1 if isinstance(asked, str) else asked
     if count > most:
         raise TooMuchAsked(_too_many(count, most, environment, limit))
     if not count and not environment.cpu_variant:
@@ -258,7 +267,35 @@ def resolve(choice: FormChoice, environment: Environment, limit: int) -> Request
         memory_bytes=max((choice.gpu_memory or 0) * 10**9, environment.min_memory),
         min_driver=environment.min_driver,
         min_cuda=environment.min_cuda,
+        sharing=Sharing.SLOT if asked == SHARE else Sharing.WHOLE,
     )
+
+
+def usual_gpus(environment: Environment, limit: int) -> int | str:
+    """Return what a server gets if its member says nothing: a number of devices, or a share.
+
+    ``limit`` is the most devices that one server of this member may have.
+    """
+    count = min(environment.devices.default, environment.devices.max, limit)
+    return SHARE if count and environment.sharing == "slot" else count
+
+
+def _require_share(environment: Environment, most: int) -> None:
+    """Raise a refusal if a server of this environment gets no share of a device."""
+    name = environment.display_name
+    if not environment.devices.max:
+        raise TooMuchAsked(
+            f"You asked for a share of a GPU, but {name} runs without one. Ask for 0.", field="gpus"
+        )
+    if not environment.has_slots:
+        raise InvalidRequest(
+            f"{name} needs whole GPUs, not a share of one. Ask for 1 or more.", field="gpus"
+        )
+    if not most:
+        raise TooMuchAsked(
+            "You asked for a share of a GPU; your limit is 0 for one server. Ask for 0.",
+            field="gpus",
+        )
 
 
 def combine(own: SessionHours, general: SessionHours) -> SessionHours:
@@ -342,6 +379,20 @@ def _whole(name: str, value: Any) -> int:
     return int(text)
 
 
+def _gpus(name: str, value: Any) -> int | str:
+    if value == SHARE:
+        return SHARE
+    try:
+        return _whole(name, value)
+    except InvalidRequest:
+        raise _invalid(name, f"a whole number from 0, or {SHARE!r}", value) from None
+
+
+def devices_in(gpus: Any) -> int:
+    """Return how many devices the stored value of ``gpus`` is at most; 1 for a share or none."""
+    return 1 if gpus == SHARE else int(gpus or 1)
+
+
 def _hours(name: str, value: Any) -> float:
     text = _digits(value, int, float, str)
     hours = float(text) if _HOURS.fullmatch(text) else 0.0
@@ -371,7 +422,7 @@ def _moment(name: str, value: Any) -> str | None:
 
 _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "environment": _text,
-    "gpus": _whole,
+    "gpus": _gpus,
     "gpu_model": _text,
     "gpu_memory": _whole,
     "hours": _hours,

@@ -10,8 +10,8 @@ from typing import Any
 from ..catalog.models import Environment, SessionHours
 from ..core.errors import Refused
 from ..devices.models import model_matches
-from ..hub_pages.prices import FREE, Offer, PriceList
-from ..leases.models import Request, ServerRef, Terms
+from ..hub_pages.prices import FREE, Offer, PriceList, share_choice
+from ..leases.models import SHARE, Request, ServerRef, Sharing, Terms
 from ..queue.models import Estimate
 from ..queue.positions import Outlook
 from ..services import Services
@@ -49,6 +49,7 @@ class RunQuote:
     environment_name: str
     gpus: int
     most_gpus: int
+    share: str
     cpu_variant: bool
     models: tuple[str, ...]
     hours: float | None
@@ -89,8 +90,9 @@ def quote_of(services: Services, asked: QuoteQuestion) -> RunQuote:
         discounted = [services.prices.preemptible] if terms.preemptible else []
         prices = price_list(services, overview, [narrow], payers, groups, *discounted)
         paying = [("", each) for each in payers.accounts if each.name == account]
-        tables = prices.tables([request.devices], paying, [] if hours is None else [("", hours)])
-        offer = tables.find(narrow, f"{request.devices}|") or offer
+        count = SHARE if request.sharing is Sharing.SLOT else request.devices
+        tables = prices.tables([count], paying, [] if hours is None else [("", hours)])
+        offer = tables.find(narrow, f"{count}|") or offer
     lasting, lasts = offer.lasts.get("", (None, ""))
     outlook = _outlook(services, asked)
     has_share = services.delegation.delegate is None
@@ -100,6 +102,7 @@ def quote_of(services: Services, asked: QuoteQuestion) -> RunQuote:
         environment_name=environment.display_name,
         gpus=request.devices,
         most_gpus=min(asked.most_gpus, offered.most_gpus(environment)),
+        share=share_choice(offered.shares_of(environment)) if asked.most_gpus else "",
         cpu_variant=environment.cpu_variant,
         models=tuple(models),
         hours=hours,

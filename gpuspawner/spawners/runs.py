@@ -35,6 +35,7 @@ from ..runs.rules import slug_of
 from ..runs.sweeps import SweepPrice, SweepRequest
 from ..services import Services, hub_services
 from .mixin import GPUSpawnerMixin
+from .options import devices_in
 from .progress import FailedSpawn
 from .quotes import QuoteQuestion, RunQuote, quote_of
 from .recovery import Recovery, recovery_of
@@ -249,7 +250,7 @@ class RunLauncher:
             run = min(rest, key=lambda run: (held[run.user], run.created_at, run.id))
             rest.remove(run)
             self._tried[run.id] = now + TRY_AGAIN
-            asked = int(run.options.get("gpus") or 1)
+            asked = devices_in(run.options.get("gpus"))
             held[run.user] += asked
             spare -= asked
             self._follow(run)

@@ -29,6 +29,7 @@ from ..core.errors import (
 )
 from ..core.units import format_price
 from ..db.leader import for_log
+from ..devices.slots import describe_share
 from ..leases.models import Lease, LeaseState, Request, ServerRef, Terms
 from ..queue.models import Ticket
 from ..queue.rank import QueuePosition
@@ -424,7 +425,12 @@ def what_you_got(lease: Lease) -> str:
     """Describe a lease to its member."""
     if not lease.devices:
         return "A server without a GPU (free of charge)"
-    named = ", ".join(f"GPU {d.index} ({d.model})" for d in lease.devices)
+    named = ", ".join(
+        f"A share of GPU {d.index} ({described})"
+        if (described := describe_share(d))
+        else f"GPU {d.index} ({d.model})"
+        for d in lease.devices
+    )
     return f"{named} is yours, {format_price(lease.rate)} credits an hour"
 
 

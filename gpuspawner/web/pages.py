@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime, timedelta
+from fractions import Fraction
 from typing import Any
 from urllib.parse import quote
 
@@ -21,6 +22,7 @@ from ..core.text import LONGEST_REASON
 from ..core.times import clock, end_clock, minute_after, minute_of
 from ..core.units import format_bytes, format_credits, format_price, round_credits
 from ..devices.closures import GRANTING, Closure
+from ..devices.slots import describe_share
 from ..devices.snapshots import DeviceView
 from ..leases.models import LeasedDevice
 from ..monitoring.charts import Chart, chart
@@ -330,18 +332,26 @@ def subject(text: str, devices: Sequence[DeviceView]) -> str:
 
 
 def device_names(devices: tuple[LeasedDevice, ...]) -> str:
-    """Format devices as ``2 x A100-80GB (GPU 0, 1)``, with their indexes."""
+    """Format devices with their indexes: ``2 x A100-80GB (GPU 0, 1)``, ``1/4 of T4 (GPU 0)``."""
     if not devices:
         return "No GPU"
-    models: dict[str, list[str]] = {}
+    models: dict[tuple[str, int | Fraction], list[str]] = {}
     for device in devices:
-        models.setdefault(device.model, []).append(str(device.index))
+        models.setdefault((device.model, device.share), []).append(str(device.index))
     named = (
-        f"{len(found)} \N{MULTIPLICATION SIGN} {model} "
+        (f"{len(found)} \N{MULTIPLICATION SIGN} " if share == 1 else f"{share} of ")
+        + f"{model} "
         + f"(GPU {', '.join(found)})".replace(" ", "\N{NO-BREAK SPACE}")
-        for model, found in models.items()
+        for (model, share), found in models.items()
     )
     return "; ".join(named)
+
+
+def lease_devices(devices: tuple[LeasedDevice, ...]) -> str:
+    """Format the devices of one lease; of a share, say also with how many others it is shared."""
+    shares = [(describe_share(device), device.index) for device in devices if device.is_shared]
+    found = (f"{described} (GPU\N{NO-BREAK SPACE}{index})" for described, index in shares)
+    return "; ".join(found) or device_names(devices)
 
 
 def _time(at: datetime, text: str) -> Markup:
@@ -363,7 +373,7 @@ def _environment() -> jinja2.Environment:
     )
     times = (moment, period, exactly, on_day, until, ends, clock_time)
     formats = (credit, price, exact, span, duration, *times)
-    others = (credit_total, gpu_hours, memory, points, subject, device_names)
+    others = (credit_total, gpu_hours, memory, points, subject, device_names, lease_devices)
     environment.filters |= {format.__name__: format for format in (*formats, *others)}
     environment.filters |= {
         "chart": weeks_chart,

@@ -301,6 +301,8 @@ class LeasedAnswer(Answer):
     index: int
     model: str
     memory_bytes: Count
+    slots: Count = Field(description="How many slots the device has: 1 if it is not shared.")
+    held_slots: Count = Field(description="How many of them the lease holds: one or all.")
 
 
 class SessionEndAnswer(Answer):

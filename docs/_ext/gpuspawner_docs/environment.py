@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from gpuspawner.engines.injection import framework_hints
 from gpuspawner.spawners.mixin import run_environment
 
 from .page import Generated, plain, table
@@ -68,7 +69,9 @@ SERVERS = {
     "CUDA_DEVICE_ORDER": "`PCI_BUS_ID`, so that CUDA counts GPUs as `nvidia-smi` does.",
     "GPUSPAWNER_ENVIRONMENT": "The environment's name in the catalog.",
     "GPUSPAWNER_GPU_COUNT": "The number of leased devices.",
+    "GPUSPAWNER_GPU_MEMORY": "Of a share of a GPU: its part of the memory, in bytes.",
     "GPUSPAWNER_GPU_MODELS": "Their models, separated by commas.",
+    "GPUSPAWNER_GPU_SHARE": "Of a share of a GPU: which part of the device, such as `0.25`.",
     "GPUSPAWNER_GPU_UUIDS": "Their UUIDs, separated by commas.",
     "GPUSPAWNER_LEASE_ID": "The id of the lease; empty without one.",
     "GPUSPAWNER_RATE": "Credits an hour for all leased devices together.",
@@ -77,6 +80,9 @@ SERVERS = {
     "NVIDIA_DRIVER_CAPABILITIES": "`compute,utility`, unless the environment or the image says "
     "otherwise.",
     "NVIDIA_VISIBLE_DEVICES": "The UUIDs of the leased devices, or `void`.",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "Of a share of a GPU: `true`, unless the environment sets it.",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "Of a share of a GPU: nine tenths of it, for JAX, unless the "
+    "environment sets it.",
 }
 """What a server finds."""
 
@@ -174,7 +180,8 @@ def given_to_servers() -> set[str]:
                 and each.func.attr == "setdefault"
                 and isinstance(each.args[0], ast.Constant)
             }
-            return {word for word in words if word and word.isupper()} | _given_in_docker()
+            given = {word for word in words if word and word.isupper()}
+            return given | _given_in_docker() | set(framework_hints(1.0))
     raise LookupError(f"{path} has no with_lease_environment")
 
 

@@ -63,6 +63,11 @@ def main(arguments=None):
         return 130
 
 
+def gpus(word):
+    """Return a number of GPUs, or the word for a share of one."""
+    return word if word == "share" else int(word)
+
+
 def submit(words):
     """Submit a program or a notebook."""
     own, rest = (
@@ -72,7 +77,11 @@ def submit(words):
     )
     parser = argparse.ArgumentParser(prog="gpuspawner-run", usage=USAGE)
     parser.add_argument("program", help="a program, a .py file or an .ipynb notebook")
-    parser.add_argument("--gpus", type=int, help="how many; the environment's default if left out")
+    parser.add_argument(
+        "--gpus",
+        type=gpus,
+        help="how many, or 'share' for a share of one; the environment's default if left out",
+    )
     parser.add_argument("--hours", type=float, help="the time limit")
     parser.add_argument("--model", dest="gpu_model", help="the GPU model, such as A100")
     parser.add_argument("--environment", help="its name in the catalog; this session's if left out")

@@ -57,6 +57,8 @@ GOOD = [
     "devices: {}",
     "devices: {max: 0}\ncpu_variant: true",
     "models: [A100, H100 80GB]",
+    "sharing: slot",
+    "sharing: any\ndevices: {max: 4}",
     "allowed_groups: [a b, ü]",
     "environment: {A: '', _b1: x}",
     "spawner_override: {http_timeout: 5, extra_host_config: {init: true}}",

@@ -135,6 +135,8 @@ cpu_variant: false => they could not reach their files
 cpu_variant: false\ndevices: {default: 0} => starts without a GPU unless a member
 devices: {max: 0}\nmodels: [A100] => is CPU-only (devices: max: 0), so 'models' means nothing
 devices: {max: 0}\nmin_memory: 8G => so 'min_memory' means nothing
+devices: {max: 0}\nsharing: any => so 'sharing' means nothing
+devices: {max: 2}\nsharing: slot => Leave out 'max', or write 'sharing: any'
 profile_options: {m: {choices: {x: {default: true}, y: {default: true}}}} => 'x' and 'y', which both
 """
 

@@ -11,9 +11,16 @@ import pytest
 from gpuspawner.catalog.models import DeviceLimits, Environment
 from gpuspawner.core.units import MICRO
 from gpuspawner.devices.models import Device
-from gpuspawner.devices.snapshots import DeviceView, ModelCount, Overview, count_models
+from gpuspawner.devices.snapshots import (
+    DeviceView,
+    ModelCount,
+    Overview,
+    ShareCount,
+    count_models,
+)
 from gpuspawner.hub_pages.handlers import Price, prices
-from gpuspawner.hub_pages.prices import Offer, PriceLine, PriceList
+from gpuspawner.hub_pages.prices import Offer, PriceLine, PriceList, share_choice, share_note
+from gpuspawner.leases.models import SHARE
 from gpuspawner.ledger.credit_policy import OVERDRAFT, SESSION, CreditPolicy
 from gpuspawner.ledger.models import Account
 from gpuspawner.ledger.pricing import Rate, Rates, WeekHours
@@ -176,6 +183,84 @@ def test_environments_with_equal_terms_share_price_tables() -> None:
     one = found.find(more[7], "1|")
     assert found.find(more[3], "3|") is None, "it cannot be chosen"
     assert one and one.price == "2.00 credits an hour"
+
+
+EITHER = TORCH.model_copy(update={"sharing": "any"})
+SHARED = TORCH.model_copy(update={"slug": "shared", "display_name": "Shared", "sharing": "slot"})
+
+
+def shared_overview(*, slots_only: bool = False) -> Overview:
+    """An A100 that is whole, and two T4 of four slots, of which three are taken."""
+    shapes = [("A100-80GB", 80, 1, 1), ("T4", 16, 4, 4), ("T4", 16, 4, 1)]
+    views = tuple(
+        DeviceView(
+            Device(uuid=f"GPU-{n}", index=n, model=model, memory_bytes=memory * 2**30, slots=slots),
+            "free" if free == slots else "partly_leased",
+            "",
+            free_slots=free,
+        )
+        for n, (model, memory, slots, free) in enumerate(shapes)
+    )
+    rates = Rates.of(TWO_PRICES)
+    models = count_models(views, rates.card(NOON), slots_only=slots_only)
+    return Overview(views, models, "simulated", "", "", "", rates=rates, slots_only=slots_only)
+
+
+def test_whole_device_costs_the_full_rate_and_a_share_its_part() -> None:
+    prices = PriceList(shared_overview(), [TORCH, EITHER, SHARED], NOON)
+    found = [(line.label, line.availability, line.price) for line in prices.lines(ADA)]
+    assert found == [
+        ("A100-80GB", "1 of 1", "4.00"),
+        ("T4, 16 GB", "1 of 2", "1.00"),
+        ("1/4 of T4, about 4 GB", "5 of 8 shares", "0.25"),
+    ]
+    assert prices.of(TORCH) == "1.00 to 4.00 credits a GPU-hour"
+    assert prices.of(EITHER) == "1.00 to 4.00 credits a GPU-hour, 0.25 for a share"
+    assert prices.of(SHARED) == "0.25 credits an hour for a share"
+    assert [line.label for line in prices.of_models(SHARED)] == ["1/4 of T4, about 4 GB"]
+    assert (prices.most_gpus(SHARED), prices.model_names(SHARED)) == (0, ["T4"])
+    assert PriceList(shared_overview(), [TORCH], NOON).lines(ADA)[-1].label == "T4, 16 GB"
+
+
+def test_share_has_an_offer_where_the_environment_allows_one() -> None:
+    either = EITHER.model_copy(update={"slug": "either"})
+    prices = PriceList(shared_overview(), [TORCH, either, SHARED], NOON)
+    tables = prices.tables([0, 1, 2, SHARE], [("", ADA)], HOURS)
+    for environment in (either, SHARED):
+        offer = tables.find(environment, "share|")
+        assert offer
+        assert offer.what == "1/4 of T4 (about 4 GB)"
+        assert (offer.price, offer.totals["8"]) == ("0.25 credits an hour", "2.00 credits")
+    none = tables.find(either, "share|A100-80GB")
+    assert none
+    assert none.refusal == "No A100-80GB of this hub has a share for {name}."
+    assert tables.find(TORCH, "share|") is None
+
+
+def test_shares_smaller_than_the_environment_needs_are_not_offered() -> None:
+    large = EITHER.model_copy(update={"min_memory": 8 * 10**9})
+    assert PriceList(shared_overview(), [large], NOON).shares_of(large) == []
+    assert PriceList(shared_overview(), [TORCH], NOON).shares_of(TORCH) == []
+    assert share_note([]) == ""
+
+
+def test_shares_of_several_sizes_are_named_together() -> None:
+    shares = [ShareCount("A10", 24 * 2**30, 2, 2, 1), ShareCount("T4", 16 * 2**30, 4, 4, 4)]
+    assert share_choice(shares) == "1/4 of T4 (about 4 GB), or 1/2 of A10 (about 12 GB)"
+    assert share_note(shares) == (
+        "A share is shared with up to 3 others, not isolated: nothing keeps others from using the "
+        "memory."
+    )
+
+
+def test_slots_of_slurm_are_priced_and_counted_as_before() -> None:
+    """There members get nothing but a slot of a shared device, and choose no share."""
+    prices = PriceList(shared_overview(slots_only=True), [EITHER], NOON)
+    assert [(line.label, line.price) for line in prices.lines(ADA)] == [
+        ("A100-80GB", "4.00"),
+        ("T4, 16 GB", "0.25"),
+    ]
+    assert prices.shares_of(EITHER) == []
 
 
 def test_price_text_covers_free_gpu_only_and_many_choices() -> None:

@@ -21,7 +21,7 @@ from gpuspawner.core.errors import (
     TooMuchAsked,
 )
 from gpuspawner.core.units import MICRO
-from gpuspawner.leases.models import Request
+from gpuspawner.leases.models import Request, Sharing
 from gpuspawner.spawners.form import hour_choices, usual_label
 from gpuspawner.spawners.mixin import GPUSpawnerMixin
 from gpuspawner.spawners.options import (
@@ -58,6 +58,7 @@ PLAIN = Environment(
     [
         ({}, {}),
         ({"environment": "pytorch", "gpus": 2}, {"environment": "pytorch", "gpus": 2}),
+        ({"gpus": ["share"], "gpu_model": "T4"}, {"gpus": "share", "gpu_model": "T4"}),
         (
             {"environment": ["pytorch"], "gpus": ["2"], "gpu_model": ["A100"], "gpu_memory": "40"},
             {"environment": "pytorch", "gpus": 2, "gpu_model": "A100", "gpu_memory": 40},
@@ -130,8 +131,9 @@ NO_TIMES = ["now", "2026-10-01T08:00:00", "0001-01-01T00:00:00+14:00", "9" * 99,
     [
         ("account", "course", f"{PAYER}, not 'course'"),
         *(("account", a, PAYER) for a in ("system:grants", "group: ", "group:a\x00b", 7, LONG)),
-        ("gpus", "two", "whole number from 0, not 'two'"),
-        ("gpus", "-1", "whole number from 0, not '-1'"),
+        ("gpus", "Share", "whole number from 0, or 'share', not 'Share'"),
+        ("gpus", "two", "whole number from 0, or 'share', not 'two'"),
+        ("gpus", "-1", "whole number from 0, or 'share', not '-1'"),
         *(("gpus", n, "whole number") for n in ("1.5", 1.5, True, "\u0661", "1e3", "9" * 5000)),
         ("gpus", {"count": 1}, "whole number"),
         ("gpus", ["1", "2"], "given more than once"),
@@ -251,6 +253,56 @@ def test_request_above_a_limit_says_what_would_fit(
     with pytest.raises(TooMuchAsked) as caught:
         resolve(FormChoice(gpus=gpus), environment, limit)
     assert caught.value.message == f"You asked for {rest}"
+
+
+# Shares of a device.
+
+EITHER = PYTORCH.model_copy(update={"sharing": "any"})
+SHARED = PYTORCH.model_copy(update={"sharing": "slot", "devices": DeviceLimits()})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "devices", "sharing"),
+    [
+        ("share", EITHER, 1, Sharing.SLOT),
+        (2, EITHER, 2, Sharing.WHOLE),
+        (None, EITHER, 1, Sharing.WHOLE),
+        ("share", SHARED, 1, Sharing.SLOT),
+        (None, SHARED, 1, Sharing.SLOT),
+        (0, SHARED, 0, Sharing.WHOLE),
+        (None, PYTORCH, 1, Sharing.WHOLE),
+    ],
+)
+def test_share_is_asked_for_in_place_of_a_number(
+    gpus: int | str | None, environment: Environment, devices: int, sharing: Sharing
+) -> None:
+    asked = resolve(FormChoice(gpus=gpus), environment, limit=8)
+    assert (asked.devices, asked.sharing) == (devices, sharing)
+    if devices:
+        assert asked.models == PYTORCH.models
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "limit", "message"),
+    [
+        ("share", PYTORCH, 8, "PyTorch needs whole GPUs, not a share of one. Ask for 1 or more."),
+        ("share", PLAIN, 8, "You asked for a share of a GPU, but Plain Python runs without one."),
+        ("share", EITHER, 0, "You asked for a share of a GPU; your limit is 0 for one server."),
+        (1, SHARED, 8, "PyTorch runs on a share of a GPU, not on whole ones. Ask for a share, or"),
+        (2, SHARED, 8, "PyTorch runs on a share of a GPU, not on whole ones."),
+    ],
+)
+def test_share_that_cannot_be_had_is_refused_with_what_to_do(
+    gpus: int | str, environment: Environment, limit: int, message: str
+) -> None:
+    with pytest.raises(Refused) as caught:
+        resolve(FormChoice(gpus=gpus), environment, limit)
+    assert caught.value.message.startswith(message)
+    assert caught.value.fields["field"] == "gpus"
+
+
+def test_limit_of_no_gpu_means_no_share_by_default() -> None:
+    assert resolve(FormChoice(), SHARED, limit=0) == Request(environment="pytorch")
 
 
 # Session length.
