@@ -81,10 +81,11 @@ class DeviceActivity:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A device with its lease and its current figures."""
+    """A device with its leases and its current figures."""
 
     view: DeviceView
-    lease: Lease | None
+    leases: tuple[Lease, ...]
+    """The leases on it, each once; several if it is shared."""
     doing: DeviceActivity
 
     @property
@@ -94,13 +95,24 @@ class Tile:
 
     @property
     def since(self) -> datetime | None:
-        """Since when it is leased; None if it is not."""
-        return (self.lease.started_at or self.lease.granted_at) if self.lease else None
+        """Since when it is leased, by the oldest lease; None if it is not."""
+        return min((it.started_at or it.granted_at for it in self.leases), default=None)
 
     @property
     def starting(self) -> bool:
-        """True if its server is not up yet."""
-        return self.lease is not None and self.lease.state is LeaseState.GRANTED
+        """True if none of its servers is up yet."""
+        return bool(self.leases) and all(it.state is LeaseState.GRANTED for it in self.leases)
+
+    @property
+    def taken(self) -> tuple[bool, ...]:
+        """Whether each slot is leased; of a device with no known leases, False for all."""
+        return tuple(map(bool, self.view.leases)) or (False,) * self.device.slots
+
+    @property
+    def share(self) -> str:
+        """How many slots are leased, such as ``3 of 4 shares in use``; empty without slots."""
+        slots = self.device.slots
+        return f"{sum(self.taken)} of {slots} shares in use" if slots > 1 else ""
 
     def health(self, sight: ViewerScope) -> str:
         """Return the device's problems as this viewer may see them; empty if there are none."""
@@ -117,7 +129,7 @@ class Tile:
             told.append("slowed: " + ", ".join(doing.slowed))
         elif doing.warm:
             told.append("too warm")
-        detail = self.view.detail.partition("; ")[2] if self.lease else self.view.detail
+        detail = self.view.detail.partition("; ")[2] if self.leases else self.view.detail
         if detail and _full(sight) and detail != self.note:
             told.append(detail)
         return "; ".join(part.rstrip(".") for part in told)
@@ -126,6 +138,21 @@ class Tile:
     def note(self) -> str:
         """A remark for everybody about a device without a fault, or an empty string."""
         return self.device.reason if self.device.status is DeviceStatus.OK else ""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPlace:
+    """What a member has of a device."""
+
+    server: str
+    """The name of their server; empty for the default one."""
+    slots: tuple[int, ...]
+    """The numbers of the slots that it holds."""
+
+    @property
+    def text(self) -> str:
+        """Return who has the device, as its own member sees it."""
+        return f"yours: {self.server}" if self.server else "yours"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +167,8 @@ class ClusterSnapshot:
     """Number of waiting tickets."""
     error: str
     """Why the devices cannot be seen; empty if they can."""
-    own: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """For each member, the names of their servers by the UUIDs of the devices."""
+    own: Mapping[str, Mapping[str, OwnPlace]] = field(default_factory=dict)
+    """For each member, what they have of which device, by UUID."""
 
 
 def look(services: Services, recent: Recent) -> ClusterSnapshot:
@@ -150,14 +177,16 @@ def look(services: Services, recent: Recent) -> ClusterSnapshot:
     overview = services.monitoring.overview()
     opened = {lease.id: lease for lease in services.leases.open_leases()}
     minutes, samples = services.monitoring.use_now(), recent()
-    own: dict[str, dict[str, str]] = {}
+    own: dict[str, dict[str, OwnPlace]] = {}
     tiles = []
     for view in overview.devices:
-        lease, uuid = opened.get(view.lease_id or ""), view.device.uuid
+        ids, uuid = dict.fromkeys(filter(None, view.leases)), view.device.uuid
+        leases = tuple(opened[each] for each in ids if each in opened)
         doing = doing_of(samples.get(uuid, ()), minutes.get(uuid), now)
-        tiles.append(Tile(view, lease, doing))
-        if lease:
-            own.setdefault(lease.server.user, {})[uuid] = lease.server.name
+        tiles.append(Tile(view, leases, doing))
+        for lease in leases:
+            held = tuple(slot for slot, each in enumerate(view.leases) if each == lease.id)
+            own.setdefault(lease.server.user, {})[uuid] = OwnPlace(lease.server.name, held)
     return ClusterSnapshot(
         at=now,
         tiles=tuple(tiles),
@@ -213,17 +242,19 @@ def _full(sight: ViewerScope) -> bool:
 
 def holder(tile: Tile, sight: ViewerScope) -> str:
     """Return who has the device, as this viewer may see it; empty if nobody has it."""
-    if tile.lease is None:
+    if not tile.leases:
         return ""
     if sight is ViewerScope.ADMIN:
-        return str(tile.lease.server)
-    return tile.lease.server.user if sight is ViewerScope.NAMES else "in use"
+        return ", ".join(str(lease.server) for lease in tile.leases)
+    named = ", ".join(lease.server.user for lease in tile.leases)
+    return named if sight is ViewerScope.NAMES else "in use"
 
 
 def words(tile: Tile, sight: ViewerScope, now: datetime) -> dict[str, Any]:
-    """Return a tile's text and the lengths of its two bars, in percent."""
+    """Return a tile's text, the lengths of its two bars in percent, and which slots are taken."""
     doing, size = tile.doing, tile.device.memory_bytes
     filled = None if doing.used_bytes is None or not size else 100 * doing.used_bytes / size
+    shared = {"share": tile.share, "slots": tile.taken} if tile.share else {}
     return {
         "state": tile.view.state,
         "who": holder(tile, sight),
@@ -236,12 +267,8 @@ def words(tile: Tile, sight: ViewerScope, now: datetime) -> dict[str, Any]:
         "temperature": "" if doing.celsius is None else f"{doing.celsius} \N{DEGREE SIGN}C",
         "health": tile.health(sight),
         "note": tile.note,
+        **shared,
     }
-
-
-def mine(server: str) -> str:
-    """Return who has the device, as its own member sees it."""
-    return f"yours: {server}" if server else "yours"
 
 
 def _since(tile: Tile, now: datetime) -> str:
@@ -268,9 +295,12 @@ def _memory(doing: DeviceActivity, size: int) -> str:
 
 
 def summary(picture: ClusterSnapshot) -> str:
-    """Return how many devices are free and how many tickets wait."""
+    """Return how many devices and shares are free and how many tickets wait."""
     queue = f"{picture.waiting} in the queue" if picture.waiting else "the queue is empty"
-    return f"{picture.free} of {picture.total} free, {queue}"
+    shared = [tile.view for tile in picture.tiles if tile.device.slots > 1]
+    total = sum(view.device.slots for view in shared if view.in_service)
+    shares = f"{sum(view.free_slots for view in shared)} of {total} shares free, " if total else ""
+    return f"{picture.free} of {picture.total} free, {shares}{queue}"
 
 
 log = logging.getLogger(__name__)
@@ -297,7 +327,7 @@ class SerializedSnapshot:
     """When it was taken, in ISO 8601."""
     texts: Mapping[ViewerScope, str]
     """One line of JSON for each kind of viewer."""
-    own: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    own: Mapping[str, Mapping[str, OwnPlace]] = field(default_factory=dict)
     trouble: str = ""
     """Why there is no picture now, as a message."""
 
@@ -308,7 +338,8 @@ class SerializedSnapshot:
     def mine(self, user: str) -> str:
         """Return the member's own devices as one line of JSON."""
         own = self.own.get(user, {})
-        return json.dumps({uuid: mine(name) for uuid, name in own.items()})
+        told = {uuid: {"who": it.text, "slots": it.slots} for uuid, it in own.items()}
+        return json.dumps(told)
 
 
 class Viewer:
@@ -450,9 +481,9 @@ class ClusterPage(ClusterHandler, Page):
         for tile in picture.tiles:
             told = words(tile, self.sight, picture.at)
             uuid = tile.device.uuid
-            if uuid in own:
-                told["who"] = mine(own[uuid])
-            tiles.append((tile.device, self.services.machines.machine_of(uuid), told, uuid in own))
+            if held := own.get(uuid):
+                told["who"] = held.text
+            tiles.append((tile.device, self.services.machines.machine_of(uuid), told, held))
         self.show(
             "cluster.html",
             now=picture.at,
@@ -460,6 +491,10 @@ class ClusterPage(ClusterHandler, Page):
             seen=not picture.error,
             tiles=tiles,
             rates={tile.device.uuid: rates.rate_of(tile.device.model) for tile in picture.tiles},
+            share_rates={
+                tile.device.uuid: rates.rate_of(tile.device.model, tile.device.slots)
+                for tile in picture.tiles
+            },
             tickets=await self.read(view_models.own_tickets, self.services, self.user),
             xsrf=self.xsrf,
             token=self.xsrf_token.decode(),
@@ -540,9 +575,14 @@ class ClusterAPI(ClusterHandler, APIHandler):
 
 
 def device(tile: Tile, user: str, sight: ViewerScope) -> ClusterDeviceAnswer:
-    """Return a device as JSON, with what this user may see."""
-    server = tile.lease.server if tile.lease else None
-    mine = server is not None and server.user == user
+    """Return a device as JSON, with what this user may see.
+
+    Of a device with several leases, it names the reader's own; of others' it names none.
+    """
+    servers = [lease.server for lease in tile.leases]
+    own = next((server for server in servers if server.user == user), None)
+    server = own or (servers[0] if len(servers) == 1 else None)
+    mine = own is not None
     named = server is not None and (mine or sight is not ViewerScope.PLAIN)
     return ClusterDeviceAnswer.of(
         tile,

@@ -39,6 +39,8 @@ class ClusterDeviceAnswer(Answer):
     model: str = told("device.model")
     memory_bytes: Count = told("device.memory_bytes")
     state: str = told("view.state")
+    slots: Count = told("device.slots", description="1 if it is not shared.")
+    free_slots: Count = told("view.free_slots", description="How many could be granted now.")
     mine: bool
     user: str | None
     server: str | None

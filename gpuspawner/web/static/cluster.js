@@ -60,12 +60,16 @@
       } else if (name === "since") {
         since(place, told.since, told.since_at);
       } else {
-        put(place, name === "who" && own !== undefined ? own : told[name]);
+        put(place, name === "who" && own ? own.who : told[name] || "");
       }
     }
     for (const bar of tile.querySelectorAll("[data-width]")) {
       bar.setAttribute("width", told[bar.dataset.width]);
     }
+    tile.querySelectorAll(".slot").forEach((slot, number) => {
+      slot.classList.toggle("taken", Boolean(told.slots && told.slots[number]));
+      slot.classList.toggle("own", Boolean(own && own.slots.includes(number)));
+    });
     tile.classList.toggle("own", own !== undefined);
   };
 

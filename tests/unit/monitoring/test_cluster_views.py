@@ -16,11 +16,13 @@ from gpuspawner.leases.models import Lease, LeaseState, ServerRef
 from gpuspawner.monitoring.cluster_views import (
     ClusterSnapshot,
     DeviceActivity,
+    OwnPlace,
     SerializedSnapshot,
     Tile,
     Viewer,
     ViewerScope,
     as_text,
+    device,
     doing_of,
     holder,
     summary,
@@ -46,8 +48,9 @@ def tile(
     detail: str = "",
     held: bool = True,
 ) -> Tile:
-    some = lease() if held else None
-    view = DeviceView(GPU, state, detail, some.id if some else None)
+    some = (lease(),) if held else ()
+    ids = tuple(each.id for each in some)
+    view = DeviceView(GPU, state, detail, next(iter(ids), None), leases=ids)
     return Tile(view, some, doing or DeviceActivity())
 
 
@@ -64,7 +67,8 @@ def test_holder_name_shown_depends_on_the_viewer() -> None:
         assert "training" not in json.dumps(words(some, sight, NOW))
     assert "abc123" not in json.dumps(words(some, ViewerScope.ADMIN, NOW))
 
-    picture = ClusterSnapshot(NOW, (tile(),), 1, 0, 2, "", {"ada": {"GPU-1": "training"}})
+    own = {"ada": {"GPU-1": OwnPlace("training", (0,))}}
+    picture = ClusterSnapshot(NOW, (tile(),), 1, 0, 2, "", own)
     plain, full = (as_text(picture, sight) for sight in (ViewerScope.PLAIN, ViewerScope.ADMIN))
     assert "\n" not in plain
     assert "ada" not in plain and "training" not in plain
@@ -99,14 +103,14 @@ def test_device_faults_are_detailed_only_for_admins(some: Tile, member: str, adm
 def test_powered_off_machine_is_not_reported_as_faulty() -> None:
     off = replace(GPU, reason="off (power saving)")
     silent = DeviceActivity(silent="the machine gpu2 is off (power saving)", resting=True)
-    some = Tile(DeviceView(off, "free", off.reason), None, silent)
+    some = Tile(DeviceView(off, "free", off.reason), (), silent)
     for sight in ViewerScope:
         told = words(some, sight, NOW)
         assert (told["health"], told["note"]) == ("", "off (power saving)")
-    drained = Tile(DeviceView(off, "drained", "off (power saving); drained by kim"), None, silent)
+    drained = Tile(DeviceView(off, "drained", "off (power saving); drained by kim"), (), silent)
     assert drained.health(ViewerScope.ADMIN) == "off (power saving); drained by kim"
     broken = replace(GPU, status=DeviceStatus.UNKNOWN, reason="the machine gpu2 gets no work")
-    assert words(Tile(DeviceView(broken, "unknown", ""), None, silent), sight, NOW)["note"] == ""
+    assert words(Tile(DeviceView(broken, "unknown", ""), (), silent), sight, NOW)["note"] == ""
 
 
 # What is known of it.
@@ -160,13 +164,49 @@ def test_tile_start_time_and_queue_summary_are_formatted() -> None:
         assert summary(ClusterSnapshot(NOW, (), 8, 3, count, "")) == f"3 of 8 free, {said}"
 
 
+def test_shared_device_shows_which_slots_are_taken_and_by_whom() -> None:
+    some = (lease(), lease_of("bob", id="def456", server=ServerRef("bob")))
+    ids = ("abc123", None, "def456", None)
+    shared = Tile(
+        DeviceView(replace(GPU, slots=4), "partly_leased", "", leases=ids, free_slots=2),
+        some,
+        DeviceActivity(),
+    )
+    picture = ClusterSnapshot(NOW, (shared, tile()), 2, 0, 0, "")
+    assert summary(picture) == "0 of 2 free, 2 of 4 shares free, the queue is empty"
+    told = words(shared, ViewerScope.NAMES, NOW)
+    assert told["share"] == "2 of 4 shares in use"
+    assert told["slots"] == (True, False, True, False)
+    assert told["who"] == "ada, bob"
+    assert words(shared, ViewerScope.PLAIN, NOW)["who"] == "in use"
+    assert holder(shared, ViewerScope.ADMIN) == "ada/training, bob"
+    unknown = Tile(DeviceView(replace(GPU, slots=2), "unknown", ""), (), DeviceActivity())
+    assert words(unknown, ViewerScope.PLAIN, NOW)["slots"] == (False, False)
+    assert "share" not in words(tile(), ViewerScope.PLAIN, NOW)
+
+
+def test_api_names_only_the_own_lease_among_several_on_a_device() -> None:
+    some = (lease(), lease_of("bob", id="def456", server=ServerRef("bob", "lab")))
+    view = DeviceView(
+        replace(GPU, slots=4), "partly_leased", "", leases=("abc123", "def456", None, None)
+    )
+    shared = Tile(view, some, DeviceActivity())
+    own = device(shared, "bob", ViewerScope.PLAIN)
+    assert (own.mine, own.user, own.server, own.slots) == (True, "bob", "lab", 4)
+    other = device(shared, "eve", ViewerScope.ADMIN)
+    assert (other.mine, other.user, other.server) == (False, None, None)
+
+
 # What is sent.
 
 
 def frame(
-    at: str, text: str = "{}", trouble: str = "", **own: dict[str, str]
+    at: str, text: str = "{}", trouble: str = "", **own: dict[str, OwnPlace]
 ) -> SerializedSnapshot:
     return SerializedSnapshot(at, {ViewerScope.PLAIN: text}, own, trouble)
+
+
+TRAINING = {"GPU-1": OwnPlace("training", (2,))}
 
 
 def events(text: str | None) -> dict[str, Any]:
@@ -180,14 +220,15 @@ def events(text: str | None) -> dict[str, Any]:
 
 async def test_viewer_receives_only_changed_events() -> None:
     viewer = Viewer("ada", ViewerScope.PLAIN)
-    viewer.offer(frame("12:00:00", '{"a":1}', ada={"GPU-1": "training"}, bob={"GPU-2": "x"}))
+    bob = {"GPU-2": OwnPlace("x", (0,))}
+    viewer.offer(frame("12:00:00", '{"a":1}', ada=TRAINING, bob=bob))
     assert events(await viewer.next(5)) == {
         "picture": {"a": 1},
-        "mine": {"GPU-1": "yours: training"},
+        "mine": {"GPU-1": {"who": "yours: training", "slots": [2]}},
         "trouble": "",
         "time": "12:00:00",
     }
-    viewer.offer(frame("12:00:02", '{"a":1}', ada={"GPU-1": "training"}))
+    viewer.offer(frame("12:00:02", '{"a":1}', ada=TRAINING))
     assert events(await viewer.next(5)) == {"time": "12:00:02"}
     viewer.offer(SerializedSnapshot("12:00:04", {}, trouble="Database unavailable."))
     told = events(await viewer.next(5))
