@@ -11,6 +11,10 @@ export interface IDevice {
   index: number;
   model: string;
   memory_bytes: number;
+  slots: number;
+  held_slots: number;
+  // What the session has of a shared device; else empty.
+  sharing: string;
   use_percent: number | null;
   busy: boolean | null;
   used_bytes: number | null;
@@ -67,6 +71,8 @@ export interface IQuote {
   environment_name: string;
   gpus: number;
   most_gpus: number;
+  // What a share of a GPU is here; empty if none can be asked for.
+  share: string;
   cpu_variant: boolean;
   models: string[];
   hours: number | null;

@@ -21,6 +21,9 @@ const PREEMPTIBLE =
 
 const REQUEUE = 'begin again from the top if the hub interrupts it, at most three times';
 
+/** What asks for a share of a GPU in place of a number. */
+const SHARE = 'share';
+
 const ASKING = 'Asking for price and start…';
 
 // Milliseconds after the last change until the price is asked again.
@@ -155,7 +158,9 @@ export class Form extends Widget {
   }
 
   private get options(): Options {
-    const chosen: Options = { gpus: Number(this.gpus.value), gpu_model: this.model.value };
+    const count = this.gpus.value;
+    const gpus = count === SHARE ? SHARE : Number(count);
+    const chosen: Options = { gpus, gpu_model: this.model.value };
     if (this.account.options.length > 1) {
       chosen.account = this.account.value;
     }
@@ -164,10 +169,16 @@ export class Form extends Widget {
 
   private fill(quote: IQuote, parameters: Record<string, string>): void {
     const least = quote.cpu_variant ? 0 : 1;
-    for (let count = least; count <= Math.max(quote.most_gpus, quote.gpus); count++) {
+    const isShare = quote.gpus > 0 && quote.options.gpus === SHARE;
+    const onlyShare = Boolean(quote.share) && !quote.most_gpus;
+    const most = isShare || onlyShare ? quote.most_gpus : Math.max(quote.most_gpus, quote.gpus);
+    for (let count = least; count <= most; count++) {
       this.gpus.add(new Option(count ? String(count) : 'none', String(count)));
     }
-    this.gpus.value = String(quote.gpus);
+    if (quote.share) {
+      this.gpus.add(new Option(quote.share, SHARE));
+    }
+    this.gpus.value = isShare || (onlyShare && quote.gpus) ? SHARE : String(quote.gpus);
     const wanted = String(quote.options.gpu_model ?? '');
     for (const model of new Set(['', ...quote.models, wanted])) {
       this.model.add(new Option(model || 'any', model));

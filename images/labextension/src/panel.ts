@@ -83,6 +83,9 @@ export class Panel extends Widget {
     if (named) {
       parts.push(make('h3', '', `GPU ${device.index}`));
     }
+    if (device.sharing) {
+      parts.push(make('p', '', device.sharing));
+    }
     if (device.error) {
       parts.push(make('p', 'gpuspawner-warning', 'This GPU is not responding.'));
     }

@@ -50,11 +50,13 @@ export function gigabytes(bytes: number): string {
   return value < 10 && value > 0 ? value.toFixed(1) : String(Math.round(value));
 }
 
-/** `A100-80GB`, `2 × T4`, `No GPU`. */
+/** `A100-80GB`, `2 × T4`, `1/4 of T4`, `No GPU`. */
 export function models(devices: IDevice[]): string {
   const counts = new Map<string, number>();
   for (const device of devices) {
-    const name = device.model.replace(/^NVIDIA /, '');
+    const model = device.model.replace(/^NVIDIA /, '');
+    const { held_slots: held, slots } = device;
+    const name = held < slots ? `${held}/${slots} of ${model}` : model;
     counts.set(name, (counts.get(name) ?? 0) + 1);
   }
   const words = [...counts].map(([name, count]) => (count > 1 ? `${count} × ${name}` : name));
