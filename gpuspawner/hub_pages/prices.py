@@ -421,12 +421,16 @@ def group_alike(
 
 
 def share_choice(shares: Sequence[ShareCount]) -> str:
-    """Return what a share is, such as ``1/4 of T4 (about 4 GB), or 1/2 of A10 (about 12 GB)``."""
+    """Return what a share is: ``1/4 of T4 (about 4 GB)``, or a list of what it may be.
+
+    The list begins with ``a share of a GPU:``. The result is empty if there is no share.
+    """
     found = (
         "{} ({})".format(*share.label.rsplit(", ", 1))
         for share in sorted(shares, key=lambda share: share.share_bytes)
     )
-    return ", or ".join(dict.fromkeys(found))
+    kinds = list(dict.fromkeys(found))
+    return f"a share of a GPU: {', or '.join(kinds)}" if len(kinds) > 1 else "".join(kinds)
 
 
 def share_note(shares: Sequence[ShareCount]) -> str:

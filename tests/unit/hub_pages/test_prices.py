@@ -246,7 +246,10 @@ def test_shares_smaller_than_the_environment_needs_are_not_offered() -> None:
 
 def test_shares_of_several_sizes_are_named_together() -> None:
     shares = [ShareCount("A10", 24 * 2**30, 2, 2, 1), ShareCount("T4", 16 * 2**30, 4, 4, 4)]
-    assert share_choice(shares) == "1/4 of T4 (about 4 GB), or 1/2 of A10 (about 12 GB)"
+    assert share_choice(shares) == (
+        "a share of a GPU: 1/4 of T4 (about 4 GB), or 1/2 of A10 (about 12 GB)"
+    )
+    assert share_choice([]) == ""
     assert share_note(shares) == (
         "A share is shared with up to 3 others, not isolated: nothing keeps others from using the "
         "memory."

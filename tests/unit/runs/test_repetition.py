@@ -63,6 +63,11 @@ def test_empty_fields_mean_the_usual_values() -> None:
     assert form.body(NOTEBOOK, "").options == {"environment": "torch"}
 
 
+def test_share_of_a_gpu_is_repeated_and_can_be_typed() -> None:
+    form = Repetition("one", "", (), "share", "")
+    assert form.body(NOTEBOOK, "").options == {"environment": "torch", "gpus": "share"}
+
+
 @pytest.mark.parametrize(
     ("one", "field", "typed", "sentence"),
     [

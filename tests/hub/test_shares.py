@@ -1,0 +1,184 @@
+"""Members who share a GPU. Real here: JupyterHub, proxy, accounting service, local servers,
+Chromium; the GPUs are simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from gpuspawner.leases.models import Lease
+from tests.support.gpu_hub import message_of
+from tests.support.hub import NAVIGATION
+from tests.support.pages import (
+    WIDE,
+    add_cookies,
+    look_over,
+    look_over_in_the_dark,
+    sign_in,
+    words,
+)
+from tests.support.paying_hub import PayingHub
+from tests.support.processes import environment_of
+
+CONFIG = """
+c.GPUDevices.shared_devices = {"T4": 4}
+c.GPURates.by_model = {"*": 4}
+c.GPUCredits.opening_grant = 1000
+c.GPUSpawnerMixin.catalog = "catalog.yaml"
+"""
+
+CATALOG = """
+environments:
+  - slug: either
+    display_name: Notebooks
+    image: none
+    default: true
+    sharing: any
+    environment: {XLA_PYTHON_CLIENT_MEM_FRACTION: "0.10"}
+  - slug: course
+    display_name: Course
+    image: none
+    sharing: slot
+  - slug: whole
+    display_name: Training
+    image: none
+"""
+
+SHARE = "1/4 of T4, about 4 GB"
+NOTE = "shared with up to 3 others, not isolated"
+
+
+@pytest.fixture(scope="module")
+def hub(hubs: None, folder: Path) -> Iterator[PayingHub]:
+    """Two A100 that are whole and a T4 of four slots, on which Ada and Bob have a slot each."""
+    hub = PayingHub(folder / "hub", CONFIG)
+    (hub.folder / "catalog.yaml").write_text(CATALOG)
+    with hub:
+        hub.start_server("ada", environment="either", gpus="share")
+        hub.start_server("bob", environment="course")
+        yield hub
+
+
+def lease_of(hub: PayingHub, user: str) -> Lease:
+    found = hub.lease_of(user)
+    assert found is not None
+    return found
+
+
+def variables(hub: PayingHub, user: str) -> dict[str, str]:
+    """The environment of a member's server."""
+    seen = map(environment_of, hub.children_left())
+    return next(each for each in seen if each.get("JUPYTERHUB_USER") == user)
+
+
+def test_two_members_have_a_slot_each_of_the_same_device(hub: PayingHub) -> None:
+    (ada,), (bob,) = (lease_of(hub, user).devices for user in ("ada", "bob"))
+    assert ada.uuid == bob.uuid
+    assert {ada.slot, bob.slot} == {0, 1}
+    assert (ada.slots, ada.held_slots) == (4, 1)
+    assert lease_of(hub, "ada").rate == 1_000_000, "a quarter of the rate"
+
+    of_ada, of_bob = variables(hub, "ada"), variables(hub, "bob")
+    assert of_ada["NVIDIA_VISIBLE_DEVICES"] == of_bob["NVIDIA_VISIBLE_DEVICES"] == ada.uuid
+    assert of_bob["GPUSPAWNER_GPU_SHARE"] == "0.25"
+    assert of_bob["GPUSPAWNER_GPU_MEMORY"] == str(ada.memory_bytes // 4)
+    assert of_bob["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.225"
+    assert of_bob["TF_FORCE_GPU_ALLOW_GROWTH"] == "true"
+    assert of_ada["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.10", "as the catalog says"
+
+
+def test_server_with_a_whole_device_has_no_share_in_its_environment(hub: PayingHub) -> None:
+    hub.start_server("cleo", environment="whole", gpu_model="A100")
+    found = variables(hub, "cleo")
+    assert "GPUSPAWNER_GPU_SHARE" not in found
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in found
+    hub.stop_server("cleo")
+
+
+def test_share_is_refused_where_the_environment_has_none(hub: PayingHub) -> None:
+    answer = hub.spawn("dan", {"environment": "whole", "gpus": "share"})
+    assert answer.status_code == 400
+    assert "Training needs whole GPUs, not a share of one. Ask for 1 or more." in message_of(answer)
+    answer = hub.spawn("dan", {"environment": "course", "gpus": 1})
+    assert "Course runs on a share of a GPU, not on whole ones." in message_of(answer)
+
+
+def test_form_offers_a_share_with_its_price_and_its_limits(
+    hub: PayingHub, browser: Browser
+) -> None:
+    page = browser.new_page(viewport=WIDE)
+    add_cookies(page, hub, "eve")
+    page.goto(f"{hub.url}/hub/spawn/eve")
+    assert "2 of 3 GPUs free, and 2 of 4 shares." in page.inner_text(".gpuspawner-form")
+    note = page.locator("#gpuspawner-share")
+    assert not note.is_visible()
+    page.select_option("#gpus", "share")
+    assert note.inner_text() == (f"A share is {NOTE}: nothing keeps others from using the memory.")
+    summary = page.inner_text("#gpuspawner-summary")
+    assert "1/4 of T4 (about 4 GB)" in summary
+    assert "1.00 credits an hour" in summary
+    look_over(page, "shares-form")
+    look_over_in_the_dark(page, "shares-form")
+    page.check("#environment-whole")
+    assert page.input_value("#gpus") != "share"
+    assert not note.is_visible()
+    page.check("#environment-course")
+    assert "1/4 of T4" in page.inner_text("#gpuspawner-summary")
+    page.close()
+
+
+def open_cluster(browser: Browser, hub: PayingHub, user: str) -> Page:
+    page = browser.new_page(viewport=WIDE)
+    sign_in(page, hub, user, "cluster")
+    return page
+
+
+def test_cluster_page_has_a_segment_for_each_slot(hub: PayingHub, browser: Browser) -> None:
+    page = open_cluster(browser, hub, "ada")
+    page.wait_for_selector("#live:has-text('Live.')")
+    shared = page.locator(".tile:has(.slots)")
+    assert shared.count() == 1
+    assert "2 of 4 shares in use" in shared.inner_text()
+    assert "4.00 credits an hour, 1.00 for a share" in shared.inner_text()
+    assert shared.locator(".slot").count() == 4
+    assert shared.locator(".slot.taken").count() == 2
+    assert shared.locator(".slot.own").count() == 1
+    look_over(page, "shares-cluster")
+    look_over_in_the_dark(page, "shares-cluster")
+
+    hub.start_server("fay", environment="course")
+    page.wait_for_selector(".tile:has-text('3 of 4 shares in use')")
+    assert shared.locator(".slot.taken").count() == 3
+    hub.stop_server("fay")
+    page.wait_for_selector(".tile:has-text('2 of 4 shares in use')")
+    page.close()
+
+    (device,) = (each for each in hub.json("ada", "cluster").json()["devices"] if each["slots"] > 1)
+    assert (device["slots"], device["free_slots"], device["mine"]) == (4, 2, True)
+
+
+def test_session_and_receipt_say_what_a_share_is(hub: PayingHub, browser: Browser) -> None:
+    lease = lease_of(hub, "ada")
+    for path in ("", f"leases/{lease.id}"):
+        assert f"{SHARE}, {NOTE}" in words(hub.page("ada", path)), path
+    (device,) = hub.json("ada", f"leases/{lease.id}/now").json()["devices"]
+    assert (device["slots"], device["held_slots"]) == (4, 1)
+    assert device["sharing"] == f"{SHARE}, {NOTE}"
+    page = browser.new_page(viewport=WIDE)
+    sign_in(page, hub, "ada", "")
+    look_over(page, "shares-session")
+    look_over_in_the_dark(page, "shares-session")
+    sign_in(page, hub, "ada", f"leases/{lease.id}")
+    look_over(page, "shares-receipt")
+    page.close()
+
+
+def test_catalog_page_prices_the_share(hub: PayingHub) -> None:
+    answer = hub.browser_of("eve").get(
+        f"{hub.url}/hub/environments", headers=NAVIGATION, timeout=60
+    )
+    assert "a share of a GPU" in answer.text
+    assert "1.00 credits an hour for a share" in answer.text
