@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
+from ..core.processes import lives, process_ref
 from ..leases.models import Lease, ServerRef, Sighting
 
 LEASE_VARIABLE = "GPUSPAWNER_LEASE_ID"
@@ -50,24 +51,6 @@ class LocalEngine:
                 if process_ref(int(pid)) != f"{pid}:{started}":
                     return
                 time.sleep(0.1)
-
-
-def process_ref(pid: int) -> str:
-    """Return ``pid:start time``, unique over time; empty if the process is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    fields = stat.rpartition(")")[2].split()
-    if fields[0] in ("Z", "X"):
-        return ""
-    return f"{pid}:{fields[19]}"
-
-
-def lives(ref: str) -> bool:
-    """Return True if the process of this ``pid:start time`` runs."""
-    pid = ref.partition(":")[0]
-    return pid.isdigit() and process_ref(int(pid)) == ref
 
 
 def _sighting(pid: int) -> Sighting | None:

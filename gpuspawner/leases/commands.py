@@ -31,8 +31,9 @@ from ..cli.output import (
 )
 from ..cli.parameters import LINES, argument, flag, option, required_reason_option, yes_option
 from ..core.errors import AnotherEngine, EngineUnavailable, GPUSpawnerError, Refused, UnknownLease
+from ..core.processes import process_ref
 from ..engines.docker import DockerEngine, belongs_to, is_alive, sighting_of
-from ..engines.local import LocalEngine, process_ref
+from ..engines.local import LocalEngine
 from ..ledger import rules as ledger_rules
 from ..queue.commands import queue_services
 from ..services import Services

@@ -22,10 +22,11 @@ from traitlets.config import Application
 from .. import __version__
 from ..core.aio import side_by_side
 from ..core.errors import ConfigError, GPUSpawnerError, Unavailable
+from ..core.processes import process_ref
 from ..db.leader import hub_name, make_identity
 from ..engines.base import Engine
 from ..engines.docker import DockerEngine
-from ..engines.local import LocalEngine, process_ref
+from ..engines.local import LocalEngine
 from ..monitoring import views as monitoring_views
 from ..monitoring.service import GPUMonitoring
 from ..runs.files import RunFiles

@@ -11,7 +11,8 @@ from typing import Any
 from jupyterhub.spawner import SimpleLocalProcessSpawner
 from traitlets import Unicode, default
 
-from ..engines.local import LocalEngine, lives, process_ref, started_at
+from ..core.processes import lives, process_ref
+from ..engines.local import LocalEngine, started_at
 from ..leases.models import Sighting
 from .mixin import ExitStatus, GPUSpawnerMixin
 

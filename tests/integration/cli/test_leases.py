@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable
 from datetime import timedelta
 
-from gpuspawner.engines.local import process_ref
+from gpuspawner.core.processes import process_ref
 from gpuspawner.leases.models import Lease, LeaseState, Request, Terms
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.services import Services, utcnow

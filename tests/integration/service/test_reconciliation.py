@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from gpuspawner.core.errors import EngineUnavailable, StoreUnavailable
-from gpuspawner.engines.local import LocalEngine, process_ref
+from gpuspawner.core.processes import process_ref
+from gpuspawner.engines.local import LocalEngine
 from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef, Sighting
 from gpuspawner.ledger.rules import owed
 from gpuspawner.services import Services
