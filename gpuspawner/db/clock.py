@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
-from functools import cache
-from pathlib import Path
 from typing import Protocol
 
 import sqlalchemy as sa
@@ -21,6 +19,7 @@ import sqlalchemy as sa
 from ..core import clock
 from ..core.clock import ClockVerdict, Offset, Reading, to_datetime
 from ..core.errors import ClockWasSet, GPUSpawnerError
+from ..core.processes import boot_id
 from .schema import (
     OPEN_LEASE,
     OPEN_RUN,
@@ -30,6 +29,7 @@ from .schema import (
     closures,
     idle,
     leases,
+    mig_changes,
     runs,
     sick_leases,
     tickets,
@@ -59,6 +59,7 @@ _SHIFTED = (
     (sick_leases, UNSETTLED, "fault_at told_at"),
     (idle, sa.true(), "judged_until warned_at stops_at"),
     (closures, sa.true(), "at"),
+    (mig_changes, sa.true(), "started_at stepped_at"),
 )
 """What is open, and its times from which something is still counted."""
 
@@ -289,15 +290,7 @@ def read_clocks() -> Reading:
         after = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         if after - before < _STEADY:  # else something else ran in between
             break
-    return Reading(wall // 1000, (before + after) // 2000, _boot_id())
-
-
-@cache
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # a sandbox without it: every boot counts as the same
-        return "unknown"
+    return Reading(wall // 1000, (before + after) // 2000, boot_id())
 
 
 _NAMES = tuple(Offset.__dataclass_fields__)

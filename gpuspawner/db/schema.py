@@ -386,6 +386,57 @@ closures = Table(
     Column("reason", Text, nullable=False, default=""),
 )
 
+mig_changes = Table(
+    "mig_changes",
+    metadata,
+    # A GPU whose MIG layout is being changed, or whose change was interrupted or failed.
+    Column("gpu_uuid", Text, primary_key=True),
+    Column("layout", Text, nullable=False),
+    Column("started_at", UTCDateTime, nullable=False),
+    # Written again before each command; an old time means that nobody works on it.
+    Column("stepped_at", UTCDateTime, nullable=False),
+    # The process that makes the change; see gpuspawner.core.processes.
+    Column("worker", Text, nullable=False),
+    # Why it stopped; empty while it goes on.
+    _words("failure"),
+)
+
+mig_instances = Table(
+    "mig_instances",
+    metadata,
+    # The GPU instances that gpuspawner makes, has made, and is about to destroy: written before
+    # each of that is done. An instance without a row here is never touched.
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("gpu_uuid", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("profile", Text, nullable=False),
+    Column("profile_id", Integer, nullable=False),
+    # In slices of the GPU's memory.
+    Column("start", Integer, nullable=False),
+    Column("size", Integer, nullable=False),
+    # The driver's number of the instance, and the UUID of its MIG device, once known.
+    Column("instance_id", Integer),
+    _words("uuid"),
+    # Instances do not outlive the boot in which they were made.
+    Column("boot_id", Text, nullable=False),
+    CheckConstraint("state IN ('wanted', 'made', 'unwanted')", name="mig_instances_state"),
+)
+_partial(
+    "one_mig_instance_a_place",
+    mig_instances.c.state != literal_column("'unwanted'"),
+    mig_instances.c.gpu_uuid,
+    mig_instances.c.start,
+    unique=True,
+)
+
+nvml_clients = Table(
+    "nvml_clients",
+    metadata,
+    # A process of ours that has NVML open for long; see gpuspawner.core.processes.
+    Column("process", Text, primary_key=True),
+    Column("opened_at", UTCDateTime, nullable=False),
+)
+
 audit = Table(
     "audit",
     metadata,

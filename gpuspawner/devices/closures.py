@@ -8,7 +8,7 @@ from urllib.parse import quote, unquote
 
 import sqlalchemy as sa
 
-from ..db.schema import closures
+from ..db.schema import closures, devices, mig_changes
 from ..leases.models import ServerRef
 
 GRANTING = "granting"
@@ -20,10 +20,29 @@ HEALTH = "health"
 LEAK = "leak"
 """The actor of closures of devices that are occupied without a lease, until they are empty."""
 
+MIG = "mig"
+"""The actor of closures of instances whose GPU gets another MIG layout."""
+
 KEEPER = "restart:"
 """Prefix of the actor that reserves devices for a restarting server; see :func:`keeper`."""
 
 _ALL = sa.select(closures).order_by(closures.c.at, closures.c.subject)
+_OF_CLOSED_GPUS = sa.select(
+    devices.c.uuid, closures.c.at, closures.c.actor, closures.c.reason
+).join(closures, closures.c.subject == devices.c.parent_uuid)
+_OF_CHANGING_GPUS = sa.select(
+    devices.c.uuid,
+    mig_changes.c.started_at,
+    sa.literal(MIG),
+    sa.literal("the MIG layout of its GPU is being changed"),
+).join(mig_changes, mig_changes.c.gpu_uuid == devices.c.parent_uuid)
+_closed_gpus = sa.select(closures.c.subject).union_all(sa.select(mig_changes.c.gpu_uuid))
+SUBJECTS = (
+    sa.select(closures.c.subject)
+    .union_all(sa.select(devices.c.uuid).where(devices.c.parent_uuid.in_(_closed_gpus)))
+    .subquery()
+)
+"""What is closed: an instance is, if its GPU is closed or gets another MIG layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +57,16 @@ class Closure:
 
 
 def load(connection: sa.Connection) -> dict[str, Closure]:
-    """Return everything that is closed, by subject."""
-    return {row[0]: Closure(*row) for row in connection.execute(_ALL)}
+    """Return everything that is closed, by subject.
+
+    An instance of a closed GPU is closed as its GPU is, and so is one whose GPU gets another
+    layout.
+    """
+    found = {row[0]: Closure(*row) for row in connection.execute(_ALL)}
+    for query in (_OF_CLOSED_GPUS, _OF_CHANGING_GPUS):
+        for row in connection.execute(query):
+            found.setdefault(row[0], Closure(*row))
+    return found
 
 
 def close(connection: sa.Connection, closure: Closure) -> bool:

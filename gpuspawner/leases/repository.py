@@ -23,14 +23,13 @@ from ..db.schema import (
     OPEN_PLACE,
     OPEN_TICKET,
     accounts,
-    closures,
     lease_places,
     leases,
     lots,
     tickets,
 )
 from ..devices import closures as devices_closures
-from ..devices.closures import Closure, keeper, kept_for
+from ..devices.closures import SUBJECTS, Closure, keeper, kept_for
 from ..monitoring import repository as monitoring_repository
 from .models import NO_SLOT, Lease, LeasedDevice, LeaseState, ServerRef, Slot
 
@@ -45,7 +44,7 @@ _left = leases.c.hold - leases.c.charged
 # collect garbage more often, while the hub stands still.
 _place = lease_places.c.uuid + ":" + sa.cast(lease_places.c.slot, sa.Text)
 PLACES = sa.select(sa.func.aggregate_strings(_place, " ")).where(OPEN_PLACE)
-CLOSED = sa.select(sa.func.aggregate_strings(closures.c.subject + f":{NO_SLOT}", " "))
+CLOSED = sa.select(sa.func.aggregate_strings(SUBJECTS.c.subject + f":{NO_SLOT}", " "))
 """The two parts that :func:`places_taken` reads."""
 _PLACES = PLACES.add_columns(CLOSED.scalar_subquery())
 _TAKEN = sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(
