@@ -86,7 +86,7 @@ JUPYTERHUBS_SERVER_SCOPES = ("users:activity!user", "access:servers!server")
 SECTIONS = (
     *("GPUDatabase", "GPUDevices", "GPUCredits", "GPURates", "GPUQueue", "GPUMembers", "GPUIdle"),
     *("GPUHealth", "GPUFolders", "GPUSlurm", "GPUMonitoring", "GPUSessions", "GPUNotifications"),
-    "Accounting",
+    *("GPUSharing", "Accounting"),
 )
 """Configuration sections that are passed to the service."""
 

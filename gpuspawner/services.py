@@ -19,6 +19,7 @@ from .db.clock import Timekeeper
 from .db.engine import Store
 from .db.leader import LeaderLock, identity_file, make_identity
 from .devices.discovery import open_source
+from .devices.driver_gate import StoredDriverGate
 from .devices.service import DeviceService, LeakService, MachineService
 from .devices.snapshots import InventoryCache
 from .devices.source import DeviceSource
@@ -48,6 +49,7 @@ from .runs.schedule_service import ScheduleService
 from .runs.service import RunService
 from .settings import ServiceSettings
 from .sharing.memory_service import MemoryGuardService
+from .sharing.service import MIGService
 from .slurm.job_billing import ClusterAuditService, JobBillingService
 from .slurm.service import ClusterMemberService
 from .storage.archives import WorkspaceArchiver, WorkspaceJobs, archives_folder
@@ -108,13 +110,15 @@ class Services(LoggingConfigurable):
     def _make_devices(self) -> None:
         admit = self.cluster_members.admit_to_cluster
         self._delegate = delegate = make_delegate(self.settings.slurm, admit, self.log)
-        source: DeviceSource = delegate or open_source(self.settings.devices.source)
+        gate = StoredDriverGate(self.store, self.time, self.log)
+        source: DeviceSource = delegate or open_source(self.settings.devices.source, gate)
         fresh_for = timedelta(seconds=self.settings.devices.refresh_seconds)
         # An external scheduler says itself how its devices are shared.
         shared = None if delegate else self.settings.devices.read_shared_devices()
         self.watch = InventoryCache(source, self.store, fresh_for, shared)
         self.machines = MachineService(self.store, delegate, self.log)
         self.devices = DeviceService(self.store, self.time, self.watch, self.machines)
+        self.mig = MIGService(self.store, self.time, self.settings.sharing, source.name, self.log)
         self.leaks = LeakService(self.store, self.time, self.devices.look, self.log)
 
     def _make_leases(self) -> None:

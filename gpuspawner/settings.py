@@ -20,6 +20,7 @@ from .monitoring.health_service import GPUHealth
 from .monitoring.service import GPUIdle
 from .queue.delegation import GPUSlurm
 from .queue.settings import GPUQueue
+from .sharing.settings import GPUSharing
 from .storage.service import GPUFolders
 
 CONFIG_VARIABLE = "GPUSPAWNER_CONFIG"
@@ -120,6 +121,7 @@ class ServiceSettings:
     health: GPUHealth
     folders: GPUFolders
     slurm: GPUSlurm
+    sharing: GPUSharing
 
     @classmethod
     def read(cls, config: Config) -> ServiceSettings:

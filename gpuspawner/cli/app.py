@@ -23,6 +23,7 @@ COMMANDS = {
     "uninstall": ("install.commands", "Remove the hub; members' files and the database stay."),
     "check": ("cli.check", "Check everything that the hub needs, one line per check."),
     "devices": ("devices.commands", "List the GPUs and what they are doing."),
+    "mig": ("sharing.commands", "Divide GPUs into MIG instances, and restore them at boot."),
     "leases": ("leases.commands", "List the open leases: who has which GPUs."),
     "release": ("leases.commands", "Release a lease by hand after its server is gone."),
     "takeover": ("db.commands", "Take over the leases and queue of a hub that is gone for good."),

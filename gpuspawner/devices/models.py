@@ -68,6 +68,59 @@ class Device:
         return not self.held_bytes and not self.compute_processes
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class MIGPlacement:
+    """A part of a GPU's memory, in slices."""
+
+    start: int
+    size: int
+
+    def overlaps(self, other: MIGPlacement) -> bool:
+        """Return True if both have a slice in common."""
+        return self.start < other.start + other.size and other.start < self.start + self.size
+
+
+@dataclass(frozen=True, slots=True)
+class MIGProfile:
+    """A kind of instance that a GPU can be divided into, as NVML describes it."""
+
+    id: int
+    name: str
+    """Such as ``1g.5gb``."""
+    max_instances: int
+    placements: tuple[MIGPlacement, ...]
+    """Every place that the GPU allows, taken or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class MIGInstance:
+    """An instance that exists on a GPU."""
+
+    id: int
+    """The driver's number of it, which it gives again after the instance is destroyed."""
+    profile_id: int
+    placement: MIGPlacement
+    uuids: tuple[str, ...] = ()
+    """Its MIG devices; empty if it has no compute instance, without which nobody can use it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MIGState:
+    """How a GPU is divided, and how it could be."""
+
+    uuid: str
+    index: int
+    model: str
+    is_enabled: bool
+    """True if the GPU is in MIG mode."""
+    is_pending: bool = False
+    """True if the mode changes with the next reset of the GPU."""
+    profiles: tuple[MIGProfile, ...] = ()
+    instances: tuple[MIGInstance, ...] = ()
+    processes: tuple[DeviceProcess, ...] = ()
+    """On the GPU and its instances."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
     """One snapshot of the machine by a device source."""

@@ -27,7 +27,15 @@ import pynvml
 from ..monitoring.models import Condition, Sample
 from . import topology
 from .models import Device, DeviceProcess, DeviceStatus, Inventory
-from .source import GONE_REASON, DeviceScan, DevicesUnavailable, Sampler, held_bytes, unknown
+from .source import (
+    GONE_REASON,
+    DeviceScan,
+    DevicesUnavailable,
+    DriverGate,
+    Sampler,
+    held_bytes,
+    unknown,
+)
 
 T = TypeVar("T")
 
@@ -60,6 +68,10 @@ _SENTENCES = {
 
 class DriverLost(Exception):
     """NVML as a whole is not responding. The message is a sentence for the inventory."""
+
+
+class DriverHeld(DriverLost):
+    """NVML must stay closed for now."""
 
 
 class QueryFailed(Exception):
@@ -178,6 +190,11 @@ HANGING = (
     "restart the machine if that hangs too."
 )
 
+HELD = (
+    "The MIG layout of a GPU is being changed. Its driver is asked again when that is done: try "
+    "again in a minute."
+)
+
 PARENT_REASON = "It is in MIG mode: its instances are leased instead."
 
 _COMPUTE_MODES = {
@@ -200,7 +217,11 @@ class NVMLDevices:
 
     name = "nvml"
 
-    def __init__(self) -> None:
+    def __init__(self, gate: DriverGate | None = None) -> None:
+        """``gate`` tells when NVML must stay closed; without one, it never must."""
+        self._gate = gate
+        self.sampling = threading.Lock()
+        """Held while a sampler uses its handles."""
         self._pending: Future[Inventory] | None = None
         self._pending_since = 0.0
         self._pending_lock = threading.Lock()
@@ -279,6 +300,11 @@ class NVMLDevices:
         with self._lock:
             self._close()
 
+    def release(self) -> None:
+        """Close NVML as :meth:`close` does, after the samples that are being taken."""
+        with self.sampling:
+            self.close()
+
     def _nothing(self, now: datetime, error: str) -> Inventory:
         self._close()
         return Inventory(devices=(), observed_at=now, source=self.name, error=error)
@@ -287,7 +313,13 @@ class NVMLDevices:
         if self._opened_at is not None and self._ailing and now - self._opened_at >= REOPEN_AFTER:
             self._close()
         if self._opened_at is None:
-            ask_driver(pynvml.nvmlInit)
+            if self._gate is not None and not self._gate.enter(self.release):
+                raise DriverHeld(HELD)
+            try:
+                ask_driver(pynvml.nvmlInit)
+            except DriverLost:
+                self._leave()
+                raise
             self._opened_at = now
             self._openings += 1
             self._versions = _read_versions()
@@ -299,6 +331,11 @@ class NVMLDevices:
                 pynvml.nvmlShutdown()
             except pynvml.NVMLError as error:
                 log.debug("NVML was gone before it was closed: %s", error)
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._gate is not None:
+            self._gate.leave()
 
     def _look(self) -> DeviceScan:
         look = DeviceScan()
@@ -566,11 +603,15 @@ class NVMLSampler:
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
         """Sample every device that is or was present.
 
-        A device that is not responding or is missing has an error. ``monotonic`` is in seconds and
-        paces slow readings. Raises DevicesUnavailable if NVML as a whole is not responding.
+        A device that is not responding or is missing has an error. There is no sample while NVML
+        must stay closed. ``monotonic`` is in seconds and paces slow readings. Raises
+        DevicesUnavailable if NVML as a whole is not responding.
         """
         try:
-            return self._sample(now, monotonic)
+            with self._devices.sampling:
+                return self._sample(now, monotonic)
+        except DriverHeld:
+            return ()
         except DriverLost as lost:
             self._opening = -1
             self._devices.close()

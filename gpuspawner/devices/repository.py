@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import sqlalchemy as sa
 
-from ..db.schema import OPEN_LEASE, UNSETTLED, device_health, devices, leases, sick_leases
+from ..db.schema import (
+    OPEN_LEASE,
+    UNSETTLED,
+    device_health,
+    devices,
+    leases,
+    mig_changes,
+    nvml_clients,
+    sick_leases,
+)
 from ..leases import repository as leases_repository
 from ..leases.models import Lease
 from ..monitoring.health import SICK, HealthState, returned
@@ -213,3 +222,34 @@ def take_back_sick_lease(connection: sa.Connection, uuid: str, now: datetime) ->
     known = get_health(connection, uuid)
     if known is not None and known.state.verdict == SICK:
         put_health(connection, StoredHealth(uuid, returned(known.state, now, by_hand=True)))
+
+
+HELD_SECONDS = 90.0
+"""Seconds for which a step of a MIG change keeps NVML closed; no command may take so long."""
+
+
+def is_nvml_held(connection: sa.Connection, now: datetime) -> bool:
+    """Return True while a MIG layout is being changed: nobody of us has NVML open then.
+
+    A change whose process was killed ends to count :data:`HELD_SECONDS` after its last step.
+    """
+    since = now - timedelta(seconds=HELD_SECONDS)
+    going_on = (mig_changes.c.failure == "") & (mig_changes.c.stepped_at > since)
+    return bool(connection.execute(sa.select(sa.exists().where(going_on))).scalar_one())
+
+
+def add_nvml_client(connection: sa.Connection, process: str, now: datetime) -> None:
+    """Record that a process is about to open NVML."""
+    remove_nvml_client(connection, process)
+    connection.execute(sa.insert(nvml_clients).values(process=process, opened_at=now))
+
+
+def remove_nvml_client(connection: sa.Connection, process: str) -> None:
+    """Record that a process has closed NVML, or is gone."""
+    connection.execute(sa.delete(nvml_clients).where(nvml_clients.c.process == process))
+
+
+def load_nvml_clients(connection: sa.Connection) -> list[str]:
+    """Return the processes that have NVML open or were killed while they had."""
+    query = sa.select(nvml_clients.c.process).order_by(nvml_clients.c.process)
+    return list(connection.execute(query).scalars())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Protocol, runtime_checkable
@@ -27,6 +28,23 @@ class DeviceSource(Protocol):
         nothing can be seen, the inventory has no devices and says why in ``error``. ``now`` is
         copied into ``observed_at``.
         """
+
+
+class DriverGate(Protocol):
+    """Tells a process when it may have NVML open.
+
+    Whoever divides a GPU needs everybody else to close NVML first.
+    """
+
+    def enter(self, release: Callable[[], None]) -> bool:
+        """Ask before NVML is opened; False if it must stay closed for now.
+
+        ``release`` closes NVML, which calls :meth:`leave`. It is called, in another thread, as soon
+        as somebody needs NVML to be closed.
+        """
+
+    def leave(self) -> None:
+        """Report that NVML was closed, or could not be opened."""
 
 
 class DevicesUnavailable(Exception):

@@ -1,1 +1,1 @@
-"""Devices that several leases use at the same time."""
+"""Shared GPUs: the memory guard of slots, and layouts of MIG instances."""
