@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from gpuspawner.leases.models import Lease
 from gpuspawner.services import Services
 from tests.support import rounds
 from tests.support.brokers import Clock, Make, open_services, problems
+from tests.support.nvml import nvml_library as nvml
 from tests.support.rounds import ScriptedHub
 
 # Grafana's own classes need Python 3.11.
@@ -41,6 +43,12 @@ def hubs_zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def failed() -> set[str]:
     """The ids of leases whose start failed, for the checks at the end: they owe nothing."""
     return set()
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stand-in for NVML, compiled."""
+    return nvml.build_nvml_library(tmp_path_factory.mktemp("nvml"))
 
 
 @pytest.fixture

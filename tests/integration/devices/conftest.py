@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.machine import Machine
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return nvml.build_nvml_library(tmp_path_factory.mktemp("nvml"))
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,52 @@ LIB_RM_VERSION_MISMATCH = 18
 UNKNOWN = 999
 
 
+@dataclass(frozen=True)
+class Profile:
+    """A kind of MIG instance, as NVML tells it."""
+
+    index: int
+    """NVML's number of the kind, the same on every GPU."""
+    id: int
+    name: str
+    slices: int
+    most: int
+    megabytes: int
+    size: int
+    """In slices of the GPU's memory, as the starts."""
+    starts: Sequence[int]
+
+
+def _profiles(slice_gb: int) -> tuple[Profile, ...]:
+    kinds = (
+        (0, 19, "1g.{}gb", 1, 7, 1, range(7)),
+        (1, 14, "2g.{}gb", 2, 3, 2, (0, 2, 4)),
+        (2, 9, "3g.{}gb", 3, 2, 4, (0, 4)),
+        (3, 5, "4g.{}gb", 4, 1, 4, (0,)),
+        (4, 0, "7g.{}gb", 7, 1, 8, (0,)),
+        (7, 20, "1g.{}gb+me", 1, 1, 1, range(7)),
+        (9, 15, "1g.{}gb", 1, 4, 2, (0, 2, 4, 6)),
+    )
+    return tuple(
+        Profile(
+            index=index,
+            id=id,
+            name=name.format(size * slice_gb),
+            slices=slices,
+            most=most,
+            megabytes=size * slice_gb * 1024 - 256,
+            size=size,
+            starts=tuple(starts),
+        )
+        for index, id, name, slices, most, size, starts in kinds
+    )
+
+
+A100_40GB = _profiles(5)
+"""By the tables of NVIDIA's user guide of MIG."""
+H100_80GB = _profiles(10)
+
+
 @dataclass
 class Instance:
     """A MIG instance in a slot (0 to 6) of its GPU."""
@@ -81,6 +127,8 @@ class GPU:
     """Of PCIe: those in use, and those that it could have."""
     limits: tuple[int, int] = (400_000, 400_000)
     """Milliwatts that it may take now, and that it is made for."""
+    profiles: Sequence[Profile] = ()
+    """What it can be divided into; nvidia_smi.py divides it."""
 
 
 def gpus(count: int) -> list[GPU]:
@@ -156,6 +204,7 @@ def write_fleet(
         lines += [f"pages {gpu.pages_pending}"] if gpu.pages_pending is not None else []
         lines += [f"lanes {gpu.lanes[0]} {gpu.lanes[1]}"]
         lines += [f"limits {gpu.limits[0]} {gpu.limits[1]}"]
+        lines += [profile_line(each) for each in gpu.profiles]
         lines += [f"ecc {gpu.ecc_errors}", *(f"xid {n} {code}" for n, code in gpu.xids)]
         lines += _rules("fail", gpu.fails) + _rules("delay", gpu.delays)
         for part in gpu.instances:
@@ -166,6 +215,13 @@ def write_fleet(
     new = path.with_name(f"{path.name}.new")
     new.write_text("\n".join(lines) + "\n")
     new.replace(path)
+
+
+def profile_line(profile: Profile) -> str:
+    """The profile as the fleet's file has it."""
+    starts = " ".join(map(str, profile.starts))
+    sizes = f"{profile.slices} {profile.most} {profile.megabytes} {profile.size}"
+    return f"profile {profile.index} {profile.id} {profile.name} {sizes} {starts}"
 
 
 def times_open(path: Path) -> int:

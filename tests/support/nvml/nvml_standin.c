@@ -22,14 +22,20 @@
  *   xid SERIAL CODE             an error that is reported once, by serial numbers that only grow
  *   spin FUNCTION MICROSECONDS  how long it computes, as drivers do
  *   hang FUNCTION 1             it answers only after this file was replaced
+ *   profile INDEX ID NAME SLICES MOST MEGABYTES SIZE START...     of MIG instances that the gpu can have
+ *   instance ID PROFILE START SIZE                                one that it has
+ *   of ID                       the instance that a mig belongs to
  *
- * How often NVML is open is written to the file's name with ".opened" added. Where the variable is
+ * How often NVML is open is written to the file's name with ".opened" added. In the directory of its
+ * name with ".clients" added, each process that has NVML open holds a lock on a file of its own. Where the variable is
  * not set, the file is /etc/gpuspawner-test/fleet: that of a whole machine.
  */
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -38,7 +44,7 @@ enum {
     SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6,
     INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, TIMED_OUT = 10, GPU_IS_LOST = 15,
     MOST_GPUS = 64, MOST_PARTS = 8, MOST_PROCESSES = 32, MOST_LINKS = 18, MOST_RULES = 128,
-    MOST_XIDS = 16,
+    MOST_XIDS = 16, MOST_PROFILES = 8, MOST_INSTANCES = 8, MOST_STARTS = 8, INSTANCES = 1 << 20,
     DRIVER = -1, TEXT = 96, FAIL = 0, DELAY = 1, SPIN = 2, HANG = 3
 };
 
@@ -63,7 +69,31 @@ typedef struct {
     unsigned int gpuInstanceId, computeInstanceId;
 } nvmlEventData_t;
 
+typedef struct { unsigned int start, size; } nvmlGpuInstancePlacement_t;
+typedef struct {
+    unsigned int id, isP2pSupported, sliceCount, instanceCount, multiprocessorCount, copyEngineCount,
+        decoderCount, encoderCount, jpegCount, ofaCount;
+    unsigned long long memorySizeMB;
+} nvmlGpuInstanceProfileInfo_t;
+typedef struct {
+    unsigned int version, id, isP2pSupported, sliceCount, instanceCount, multiprocessorCount,
+        copyEngineCount, decoderCount, encoderCount, jpegCount, ofaCount;
+    unsigned long long memorySizeMB;
+    char name[96];
+} nvmlGpuInstanceProfileInfo_v2_t;
+typedef struct {
+    nvmlDevice_t device;
+    unsigned int id, profileId;
+    nvmlGpuInstancePlacement_t placement;
+} nvmlGpuInstanceInfo_t;
+
 typedef struct { unsigned int pid; long long bytes; } process;
+typedef struct {
+    unsigned int index, id, slices, most, megabytes, size, starts[MOST_STARTS];
+    int count;
+    char name[TEXT];
+} profile;
+typedef struct { unsigned int id, profile, start, size; } instance;
 typedef struct { long serial; unsigned int code; } xid;
 typedef struct {
     int slot; /* of an instance */
@@ -79,6 +109,10 @@ typedef struct {
     unsigned long long used, throttle, ecc;
     xid xids[MOST_XIDS];
     int reports;
+    profile profiles[MOST_PROFILES];
+    instance instances[MOST_INSTANCES];
+    int kinds, made;
+    unsigned int of; /* of a mig: its instance */
 } device;
 typedef struct { int gpu, part, kind, value; char function[TEXT]; } rule;
 
@@ -99,6 +133,14 @@ static nvmlDevice_t handle_of(int gpu, int part) {
 static int gpu_of(nvmlDevice_t handle) { return ((int)(size_t)handle - 1) / 16; }
 static int part_of(nvmlDevice_t handle) { return ((int)(size_t)handle - 1) % 16 - 1; }
 
+static void read_profile(const char *rest, profile *to) {
+    int used = 0, step;
+    sscanf(rest, "%u %u %95s %u %u %u %u%n", &to->index, &to->id, to->name, &to->slices, &to->most,
+           &to->megabytes, &to->size, &used);
+    while (to->count < MOST_STARTS && sscanf(rest + used, "%u%n", &to->starts[to->count], &step) == 1)
+        used += step, to->count++;
+}
+
 static void read_setting(const char *key, const char *rest, device *at, int gpu, int part) {
     unsigned int one, other;
     int value, kind = !strcmp(key, "delay") ? DELAY
@@ -106,6 +148,7 @@ static void read_setting(const char *key, const char *rest, device *at, int gpu,
     char text[TEXT];
     process found;
     xid reported;
+    instance made;
     if ((kind != FAIL || !strcmp(key, "fail")) && fleet.rules < MOST_RULES) {
         rule *made = &fleet.rule[fleet.rules++];
         sscanf(rest, "%95s %d", made->function, &made->value);
@@ -154,6 +197,13 @@ static void read_setting(const char *key, const char *rest, device *at, int gpu,
         sscanf(rest, "%u %u", &at->lanes, &at->lanes_most);
     } else if (!strcmp(key, "limits")) {
         sscanf(rest, "%u %u", &at->limit, &at->limit_usual);
+    } else if (!strcmp(key, "profile")) {
+        if (at->kinds < MOST_PROFILES) read_profile(rest, &at->profiles[at->kinds++]);
+    } else if (!strcmp(key, "instance") && sscanf(rest, "%u %u %u %u", &made.id, &made.profile,
+                                                  &made.start, &made.size) == 4) {
+        if (at->made < MOST_INSTANCES) at->instances[at->made++] = made;
+    } else if (!strcmp(key, "of")) {
+        at->of = (unsigned int)atoi(rest);
     } else if (!strcmp(key, "xid") && sscanf(rest, "%ld %u", &reported.serial, &reported.code) == 2) {
         if (at->reports < MOST_XIDS) at->xids[at->reports++] = reported;
     } else if (sscanf(rest, "%u %lld", &found.pid, &found.bytes) == 2) {
@@ -273,11 +323,28 @@ static nvmlReturn_t begin_for(const char *function, nvmlDevice_t handle, device 
     if (answer) return end(answer)
 #define WHOLE_GPU_ONLY(handle) if (part_of(handle) >= 0) return end(NOT_SUPPORTED)
 
+/* Hold a lock while NVML is open, so that another process sees it, also after we were killed. */
+static void be_client(int is_open) {
+    static int held = -1;
+    char name[4096];
+    snprintf(name, sizeof name, "%s.clients", fleet_path());
+    if (is_open && held < 0) {
+        mkdir(name, 0777);
+        snprintf(name, sizeof name, "%s.clients/%d", fleet_path(), (int)getpid());
+        held = open(name, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+        if (held >= 0) flock(held, LOCK_EX);
+    } else if (!is_open && held >= 0) {
+        close(held);
+        held = -1;
+    }
+}
+
 static void count_open(int change) {
     const char *path = fleet_path();
     char name[4096];
     FILE *file;
     opened += change;
+    be_client(opened > 0);
     snprintf(name, sizeof name, "%s.opened", path);
     if (!(file = fopen(name, "w"))) return;
     fprintf(file, "%d\n", opened);
@@ -383,6 +450,83 @@ nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t handle, unsigned i
             return end(ruled("nvmlDeviceGetMigDeviceHandleByIndex", gpu, part));
         }
     return end(NOT_FOUND);
+}
+
+/* The instances that a GPU can have, and those that it has. Only root may know most of it: a test
+ * lets a call fail with "no permission" for that. */
+static const profile *profile_of(const device *it, unsigned int id) {
+    int at;
+    for (at = 0; at < it->kinds; at++)
+        if (it->profiles[at].id == id) return &it->profiles[at];
+    return NULL;
+}
+static const profile *profile_at(const device *it, unsigned int index) {
+    int at;
+    for (at = 0; at < it->kinds; at++)
+        if (it->profiles[at].index == index) return &it->profiles[at];
+    return NULL;
+}
+nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfo(nvmlDevice_t handle, unsigned int index,
+                                                 nvmlGpuInstanceProfileInfo_t *info) {
+    const profile *found;
+    CALL_FOR("nvmlDeviceGetGpuInstanceProfileInfo", handle);
+    if (!(found = profile_at(it, index))) return end(NOT_SUPPORTED);
+    memset(info, 0, sizeof *info);
+    info->id = found->id, info->sliceCount = found->slices, info->instanceCount = found->most;
+    info->memorySizeMB = found->megabytes;
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfoV(nvmlDevice_t handle, unsigned int index,
+                                                  nvmlGpuInstanceProfileInfo_v2_t *info) {
+    const profile *found;
+    CALL_FOR("nvmlDeviceGetGpuInstanceProfileInfoV", handle);
+    if (info->version != 0x02000098) return end(INVALID_ARGUMENT);
+    if (!(found = profile_at(it, index))) return end(NOT_SUPPORTED);
+    info->id = found->id, info->sliceCount = found->slices, info->instanceCount = found->most;
+    info->memorySizeMB = found->megabytes;
+    snprintf(info->name, sizeof info->name, "MIG %.80s", found->name);
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetGpuInstancePossiblePlacements_v2(nvmlDevice_t handle, unsigned int id,
+                                                           nvmlGpuInstancePlacement_t *places,
+                                                           unsigned int *count) {
+    const profile *found;
+    int at;
+    CALL_FOR("nvmlDeviceGetGpuInstancePossiblePlacements_v2", handle);
+    if (!(found = profile_of(it, id))) return end(NOT_SUPPORTED);
+    *count = (unsigned int)found->count;
+    for (at = 0; places && at < found->count; at++)
+        places[at].start = found->starts[at], places[at].size = found->size;
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetGpuInstances(nvmlDevice_t handle, unsigned int id, void **found,
+                                       unsigned int *count) {
+    int gpu = gpu_of(handle), at;
+    CALL_FOR("nvmlDeviceGetGpuInstances", handle);
+    if (!profile_of(it, id)) return end(NOT_SUPPORTED);
+    *count = 0;
+    for (at = 0; at < it->made; at++)
+        if (it->instances[at].profile == id)
+            found[(*count)++] = (void *)(size_t)(INSTANCES + gpu * MOST_INSTANCES + at);
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlGpuInstanceGetInfo(void *handle, nvmlGpuInstanceInfo_t *info) {
+    int number = (int)(size_t)handle - INSTANCES;
+    const instance *found;
+    CALL("nvmlGpuInstanceGetInfo");
+    if (number < 0 || number >= MOST_GPUS * MOST_INSTANCES) return end(INVALID_ARGUMENT);
+    if (number % MOST_INSTANCES >= fleet.gpu[number / MOST_INSTANCES].made) return end(NOT_FOUND);
+    found = &fleet.gpu[number / MOST_INSTANCES].instances[number % MOST_INSTANCES];
+    info->device = handle_of(number / MOST_INSTANCES, DRIVER);
+    info->id = found->id, info->profileId = found->profile;
+    info->placement.start = found->start, info->placement.size = found->size;
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlDeviceGetGpuInstanceId(nvmlDevice_t handle, unsigned int *id) {
+    CALL_FOR("nvmlDeviceGetGpuInstanceId", handle);
+    if (part_of(handle) < 0) return end(INVALID_ARGUMENT);
+    *id = it->of;
+    return end(SUCCESS);
 }
 
 static nvmlReturn_t running(const process *all, int number, unsigned int *count,
