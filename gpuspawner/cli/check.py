@@ -150,6 +150,8 @@ def findings(settings: Settings, *, containers: bool = True) -> Iterator[CheckFi
         is_broken = finding.status is Status.FAIL
         finding, inventory = _devices(settings, readable, is_broken)
     yield finding
+    if readable and inventory.devices:
+        yield from _whatever_happens("MIG layouts", _mig_layouts(settings, inventory))
     if catalog is not None and (old := _too_old(catalog, inventory)):
         yield CheckFinding(
             "driver", Status.FAIL, old, "Install a newer driver, or change the entry."
@@ -282,6 +284,25 @@ def _devices(settings: Settings, readable: bool, is_broken: bool) -> tuple[Check
     occupied = [view for view in views if view.state == "occupied"]
     remedy = " ".join(f"Device {v.device.index} is {v.detail}: end that." for v in occupied)
     return CheckFinding(name, Status.OK, text, remedy), inventory
+
+
+def _mig_layouts(settings: Settings, inventory: Inventory) -> Iterator[CheckFinding]:
+    """Yield a finding if gpuspawner has divided GPUs."""
+    mig, name = settings.open_services().mig, "MIG layouts"
+    index = {device.uuid: device.index for device in inventory.devices}
+    if missing := mig.missing_instances(inventory):
+        gone = "; ".join(
+            f"GPU {index[uuid]}: {', '.join(each.name for each in some)}"
+            for uuid, some in missing.items()
+        )
+        text = f"Instances are gone, as after a restart of the machine. {gone}"
+        yield CheckFinding(name, Status.FAIL, text, "As root: gpuspawner mig restore")
+    elif stopped := mig.stopped_changes():
+        text = "; ".join(f"{each.gpu_uuid}: {each.layout} is not complete" for each in stopped)
+        remedy = "As root: gpuspawner mig show, then the same gpuspawner mig apply again."
+        yield CheckFinding(name, Status.FAIL, text, remedy)
+    elif count_of := mig.count_recorded():
+        yield CheckFinding(name, Status.OK, f"{count(count_of, 'instance')} made by gpuspawner")
 
 
 def _source(inventory: Inventory) -> str:

@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 
 import sqlalchemy as sa
 
-from ..core.errors import GPUSpawnerError, InvalidRequest, NoDeviceFree
+from ..core.errors import GPUSpawnerError, InvalidRequest, NoDeviceFree, Refused
 from ..core.text import checked_reason, short_text
 from ..db import audit_log
 from ..db.engine import Store
@@ -227,7 +227,7 @@ class DeviceService:
         """Return a device to service, even a missing or a sick one. False if it was not drained.
 
         A sick device returns as it is: only new faults drain it again. Raises Refused, and changes
-        nothing, if somebody else closed its machine.
+        nothing, if somebody else closed its machine, or if an instance is closed as its GPU is.
         """
         drained = self.store.run(closures.load).keys() - {GRANTING}
         uuid = device if device in drained else self.find_device(device).uuid
@@ -236,6 +236,11 @@ class DeviceService:
             self.machines.delegate.reopen(uuid)
         beside = self.machines.on_machine(uuid)
         done = [self._reopen(each, "undrain", actor, reason) for each in beside]
+        if not any(done) and uuid in self.store.run(closures.load):
+            raise Refused(
+                "It is closed because its GPU is: return the GPU to service, or complete the "
+                "change of its MIG layout (gpuspawner mig show)."
+            )
         if any(done):
             self.machines.open_there(uuid)  # it may have been closed again before this was written
         return any(done)

@@ -99,6 +99,15 @@ class MIGService:
         }
         return {gpu: some for gpu, some in found.items() if some}
 
+    def count_recorded(self) -> int:
+        """Return how many instances gpuspawner has made, or is to make or destroy."""
+        return sum(map(len, self.store.run(repository.load_all_instances).values()))
+
+    def stopped_changes(self) -> list[MIGChange]:
+        """Return the changes that failed, or whose process was killed."""
+        changes = self.store.run(repository.load_changes).values()
+        return [each for each in changes if each.failure or is_surely_gone(each.worker)]
+
     # Plans and changes.
 
     def plan(self, device: str, layout: str) -> tuple[LayoutPlan, str]:
@@ -145,11 +154,13 @@ class MIGService:
 
         A GPU with an instance that is not recorded stays as it is. Raises Unavailable.
         """
-        self._require_nvml()
-        states = {gpu.uuid: gpu for gpu in self.read_states(None)}
         with self.store.read() as connection:
             every = repository.load_all_instances(connection)
             changes = repository.load_changes(connection)
+        if not every and not changes:
+            return []  # also on a machine without a driver
+        self._require_nvml()
+        states = {gpu.uuid: gpu for gpu in self.read_states(None)}
         found = []
         for uuid in sorted(every.keys() | changes.keys()):
             records = every.get(uuid, [])

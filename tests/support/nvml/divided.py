@@ -6,13 +6,45 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.nvml_library import GIB, GPU
 from tests.support.processes import REPO
+
+WATCHER = """
+import sys, time
+from datetime import datetime, timezone
+from traitlets.config import Config
+from gpuspawner.core.errors import GPUSpawnerError
+from gpuspawner.services import Services
+from tests.support.brokers import acquire
+
+config = Config()
+config.GPUDatabase.url = sys.argv[1]
+config.GPUCredits.opening_grant = 1000
+services = Services(config)
+sampler = services.watch.source.sampler()
+for line in sys.stdin:
+    if line == "look\\n":
+        inventory = services.devices.look(fresh=True).inventory
+        print(inventory.error or sorted(device.uuid for device in inventory.devices), flush=True)
+    elif line == "sample\\n":
+        now = datetime.now(timezone.utc)
+        print(sorted(each.uuid for each in sampler.sample(now, time.monotonic())), flush=True)
+    elif line.startswith("release "):
+        services.leases.give_up(line.split()[1], "its start failed")
+        print("done", flush=True)
+    else:
+        try:
+            print(acquire(services, line.split()[1]).uuids[0], flush=True)
+        except GPUSpawnerError as error:
+            print(type(error).__name__, flush=True)
+"""
+"""A hub and an accounting service in one: it keeps NVML open, and grants."""
 
 NVIDIA_SMI = Path(__file__).with_name("nvidia_smi.py")
 KILLED = -signal.SIGKILL
@@ -30,6 +62,9 @@ def point():
         os.kill(os.getpid(), signal.SIGKILL)
 
 url, action, *words = sys.argv[1:]
+if os.environ.get("WAITS"):
+    print("ready", flush=True)
+    sys.stdin.readline()
 config = Config()
 config.GPUDatabase.url = url
 command = os.environ.get("MIG_COMMAND", f"{sys.executable} {nvidia_smi.__file__}")
@@ -77,6 +112,29 @@ def dividable(number: int = 0, **fields: Any) -> GPU:
     return GPU(**(made | fields))
 
 
+class Watcher:
+    """What such a process is told and answers."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def tell(self, command: str) -> str:
+        """Send ``look``, ``sample``, ``grant MEMBER`` or ``release LEASE``; the answer."""
+        self.begin(command)
+        return self.answer()
+
+    def begin(self, command: str) -> None:
+        """Send it without waiting for the answer."""
+        assert self.process.stdin
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        """Wait for the answer."""
+        assert self.process.stdout
+        return self.process.stdout.readline().strip()
+
+
 class DividedMachine:
     """The fleet's file of such a machine, and what runs on it."""
 
@@ -101,11 +159,29 @@ class DividedMachine:
         return subprocess.Popen(
             [sys.executable, "-c", CHILD, self.url, *words],
             env=self.environment | variables,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=REPO,
         )
+
+    @contextmanager
+    def watched(self) -> Iterator[Watcher]:
+        """A process that keeps NVML open as hub and accounting service do."""
+        process = subprocess.Popen(
+            [sys.executable, "-c", WATCHER, self.url],
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPO,
+        )
+        try:
+            yield Watcher(process)
+        finally:
+            process.kill()
+            process.communicate(timeout=60)
 
     def run(self, *words: str, **variables: str) -> tuple[int, str]:
         """Run it to its end; its exit status and what it said."""

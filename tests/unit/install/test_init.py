@@ -611,6 +611,9 @@ def test_command_of_the_machine_runs_as_the_hubs_user(tmp_path: Path) -> None:
     assert {"User=gpuspawner", "WorkingDirectory=/var/lib/gpuspawner"} <= set(found)
     at = found.index(f"{folder}/gpuspawner")
     assert found[at + 1 :] == ["queue", "-f", CONFIG, *words[1:]]
+    found = run_script("mig", "show")
+    assert "User=root" in found and "StateDirectory=gpuspawner" not in found
+    assert found[-4:] == ["mig", "-f", CONFIG, "show"]
     # What root does, and what is about no hub.
     for words in (["init", "--diff"], ["upgrade"], ["uninstall"], ["--version"], []):
         assert run_script(*words) == ["gpuspawner", *words]

@@ -1,0 +1,135 @@
+"""``gpuspawner mig`` with a configuration file. Real: the command in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from gpuspawner.db.engine import Store
+from gpuspawner.db.schema import mig_instances
+from gpuspawner.devices import closures
+from gpuspawner.devices.closures import Closure
+from tests.support.nvml.divided import NVIDIA_SMI, DividedMachine, dividable
+
+UUID = dividable().uuid
+
+
+class Cli:
+    """The command in a folder with a hub's configuration."""
+
+    def __init__(self, machine: DividedMachine, folder: Path) -> None:
+        self.machine = machine
+        self.file = folder / "jupyterhub_config.py"
+        self.configure("nvml")
+
+    def configure(self, source: str) -> None:
+        """Write the configuration."""
+        self.file.write_text(
+            f"c.GPUDatabase.url = {self.machine.url!r}\n"
+            f"c.GPUDevices.source = {source!r}\n"
+            f"c.GPUSharing.mig_command = {[sys.executable, str(NVIDIA_SMI)]!r}\n"
+            "c.JupyterHub.spawner_class = 'gpu-local'\n"
+        )
+
+    def __call__(self, *words: str, code: int = 0, answer: str = "") -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "gpuspawner", *words, "-f", str(self.file)],
+            env=self.machine.environment,
+            input=answer,
+            capture_output=True,
+            text=True,
+            cwd=self.file.parent,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr if code or answer else done.stdout
+
+    def json(self, *words: str, code: int = 0) -> Any:
+        """What it prints for scripts."""
+        printed = self(*words, "--json", code=code)
+        return json.loads(printed[: printed.rindex("\n")])
+
+
+@pytest.fixture
+def cli(machine: DividedMachine, store: Store, tmp_path: Path) -> Cli:
+    with store.write() as connection:
+        closures.close(connection, Closure(UUID, store.clock(), "kim", "MIG"))
+    return Cli(machine, tmp_path)
+
+
+def test_plan_shows_the_steps_and_changes_nothing(cli: Cli, store: Store) -> None:
+    before = cli.machine.fleet.read_text()
+    assert cli("mig", "plan", "0", "3g.20gb,2x1g.5gb") == (
+        "GPU 0 (NVIDIA A100-SXM4-40GB): 3g.20gb,2x1g.5gb\n"
+        "  make     3g.20gb at 4:4\n"
+        "  make     1g.5gb at 0:1\n"
+        "  make     1g.5gb at 1:1\n"
+    )
+    with store.write() as connection:
+        closures.reopen(connection, UUID)
+    said = cli("mig", "plan", UUID, "7g.40gb", code=1)
+    assert "  make     7g.40gb at 0:8\n" in said
+    assert f"Not now: GPU 0 is not drained: gpuspawner drain {UUID} --reason MIG" in said
+    assert "has the UUID or index '7'" in cli("mig", "plan", "7", "7g.40gb", code=1)
+    assert cli.machine.fleet.read_text() == before
+
+
+def test_apply_asks_and_show_compares(cli: Cli) -> None:
+    machine = cli.machine
+    machine.smi("0", "-cgi", "1g.5gb:6", "-C")
+    assert "Nothing was changed." in cli("mig", "apply", "0", "4g.20gb", code=1, answer="n\n")
+    assert machine.layout() == [("1g.5gb", 6, 1)]
+    said = cli("mig", "apply", "0", "4g.20gb", answer="y\n")
+    assert "  beside   1g.5gb at 6:1 (id 1) " in said
+    assert f"has the layout 4g.20gb. Return it to service: gpuspawner undrain {UUID}" in said
+    theirs, ours = machine.uuids()
+    lines = cli("mig", "show").splitlines()
+    assert lines[0] == f"GPU 0 (NVIDIA A100-SXM4-40GB, {UUID}): in MIG mode"
+    assert [re.split(" {2,}", line) for line in lines[2:]] == [
+        ["4g.20gb at 0:4", "made by gpuspawner", ours],
+        ["1g.5gb at 6:1", "made by somebody else", theirs],
+    ]
+    (plain,) = cli.json("mig")
+    assert [(each["profile"], each["state"]) for each in plain["recorded"]] == [("4g.20gb", "made")]
+    assert [each["uuids"] for each in plain["instances"]] == [[ours], [theirs]]
+
+
+def test_check_says_that_instances_are_gone_until_they_are_restored(cli: Cli, store: Store) -> None:
+    def finding() -> list[tuple[str, str, str]]:
+        checks = cli.json("check", "--no-containers", code=1)["checks"]
+        found = [each for each in checks if each["name"] == "MIG layouts"]
+        return [(each["status"], each["text"], each["remedy"]) for each in found]
+
+    assert finding() == []
+    cli("mig", "apply", "0", "4g.20gb,3g.20gb", "--yes")
+    assert finding() == [("ok", "2 instances made by gpuspawner", "")]
+    cli.machine.has(dividable())
+    with store.write() as connection:
+        connection.execute(sa.update(mig_instances).values(boot_id="the boot before"))
+    assert finding() == [
+        (
+            "fail",
+            "Instances are gone, as after a restart of the machine. GPU 0: 4g.20gb at 0:4, "
+            "3g.20gb at 4:4",
+            "As root: gpuspawner mig restore",
+        )
+    ]
+    assert cli("mig", "restore") == f"{UUID}: 4g.20gb,3g.20gb is restored.\n"
+    assert cli("mig", "restore") == f"{UUID}: 4g.20gb,3g.20gb is complete.\n"
+    assert finding()[0][0] == "ok"
+    cli.machine.beside("refuses").write_text("-dci")
+    cli("mig", "apply", "0", "none", "--yes", code=1)
+    assert finding()[0][:2] == ("fail", f"{UUID}: none is not complete")
+
+
+def test_devices_that_are_not_of_this_machine_are_not_divided(cli: Cli) -> None:
+    cli.configure("simulated:1xA100-80GB")
+    assert "The hub's devices come from simulated" in cli("mig", "plan", "0", "none", code=1)
+    assert cli("mig", "restore") == "No layouts are recorded.\n"
