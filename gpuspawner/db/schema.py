@@ -137,6 +137,7 @@ devices = Table(
     Column("observed_at", UTCDateTime, nullable=False),
     CheckConstraint("slots >= 1", name="devices_have_slots"),
 )
+Index("devices_by_parent", devices.c.parent_uuid)
 
 accounts = Table(
     "accounts",

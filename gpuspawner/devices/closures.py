@@ -40,7 +40,7 @@ _closed_gpus = sa.select(closures.c.subject).union_all(sa.select(mig_changes.c.g
 SUBJECTS = (
     sa.select(closures.c.subject)
     .union_all(sa.select(devices.c.uuid).where(devices.c.parent_uuid.in_(_closed_gpus)))
-    .subquery()
+    .subquery("closed")
 )
 """What is closed: an instance is, if its GPU is closed or gets another MIG layout."""
 

@@ -16,6 +16,7 @@ down_revision = "0024"
 
 
 def upgrade() -> None:
+    op.create_index("devices_by_parent", "devices", ["parent_uuid"])
     op.create_table(
         "mig_changes",
         sa.Column("gpu_uuid", sa.Text(), nullable=False),
