@@ -234,6 +234,25 @@ class SessionEnd:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResourceUse:
+    """What a session or run used of CPU, memory, disk and network; None if never reported."""
+
+    cpu_seconds: float | None
+    memory_bytes: int | None
+    """When last measured."""
+    memory_peak_bytes: int | None
+    memory_limit_bytes: int | None
+    """The memory of the machine if the environment sets no limit."""
+    disk_read_bytes: int | None
+    disk_written_bytes: int | None
+    network_received_bytes: int | None
+    network_sent_bytes: int | None
+    memory_kills: int
+    """How often the system ended a program because memory was used up."""
+    sampled_at: datetime | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Session:
     """A session, or the lease of a run, and what it cost so far."""
 
@@ -260,6 +279,8 @@ class Session:
     charged: Decimal
     refunded: Decimal
     waived: Decimal
+    usage: ResourceUse | None
+    """None if it was never measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

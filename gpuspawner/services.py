@@ -37,6 +37,7 @@ from .members.renames import RenameService
 from .members.roster import RosterService
 from .members.service import MemberService
 from .monitoring.health_service import HealthService
+from .monitoring.resource_service import ResourceService
 from .monitoring.service import IdleService, MonitoringService
 from .notifications.service import NotificationService
 from .queue.delegation import DelegationService, make_delegate
@@ -207,6 +208,7 @@ class Services(LoggingConfigurable):
         self.memory_guard = MemoryGuardService(store, now)
         self.monitoring = MonitoringService(store, now, self.devices, self.prices)
         self.idle = IdleService(store, now, lambda: now.skew, settings.idle, self.log)
+        self.resources = ResourceService(store, now, self.log)
         self.health = HealthService(
             store, now, settings.health, self.watch, self.machines, self.log
         )

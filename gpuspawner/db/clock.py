@@ -30,6 +30,7 @@ from .schema import (
     idle,
     leases,
     mig_changes,
+    resource_use,
     runs,
     sick_leases,
     tickets,
@@ -58,6 +59,11 @@ _SHIFTED = (
     (runs, OPEN_RUN, "created_at"),
     (sick_leases, UNSETTLED, "fault_at told_at"),
     (idle, sa.true(), "judged_until warned_at stops_at"),
+    (
+        resource_use,
+        resource_use.c.lease_id.in_(sa.select(leases.c.id).where(OPEN_LEASE)),
+        "sampled_at told_at",
+    ),
     (closures, sa.true(), "at"),
     (mig_changes, sa.true(), "started_at stepped_at"),
 )

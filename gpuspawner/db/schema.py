@@ -118,6 +118,10 @@ def _number(name: str) -> Column[int]:
     return Column(name, BigInteger, nullable=False, server_default=text("0"))
 
 
+def _figure(name: str) -> Column[int]:
+    return Column(name, BigInteger)
+
+
 devices = Table(
     "devices",
     metadata,
@@ -846,4 +850,25 @@ idle = Table(
     Column("warned_at", UTCDateTime),
     Column("stops_at", UTCDateTime),
     Column("snoozes", Integer, nullable=False, server_default=text("0")),
+)
+
+resource_use = Table(
+    "resource_use",
+    metadata,
+    # What a lease's container used, added up over its restarts. NULL if it was never reported.
+    Column("lease_id", Text, ForeignKey("leases.id"), primary_key=True),
+    Column("cpu_seconds", Float),
+    *map(_figure, ("memory_bytes", "memory_peak_bytes", "memory_limit_bytes")),
+    *map(_figure, ("disk_read_bytes", "disk_written_bytes")),
+    *map(_figure, ("network_received_bytes", "network_sent_bytes")),
+    Column("sampled_at", UTCDateTime),
+    _number("memory_kills"),
+    # The container of the last sample, and its counters then.
+    _words("container_id"),
+    Column("last_cpu_seconds", Float),
+    *map(_figure, ("last_disk_read_bytes", "last_disk_written_bytes")),
+    *map(_figure, ("last_network_received_bytes", "last_network_sent_bytes")),
+    # The newest counted end of a program, by the engine's clock.
+    _number("last_kill_nanoseconds"),
+    Column("told_at", UTCDateTime),
 )

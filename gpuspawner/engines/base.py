@@ -42,6 +42,17 @@ class EngineWithLogs(Protocol):
 
 
 @runtime_checkable
+class EngineWithLimits(Protocol):
+    """An engine that knows how much memory its servers and runs may use."""
+
+    def memory_limit(self, ref: str) -> int | None:
+        """Return the limit in bytes; None if there is none, or the server is gone.
+
+        Blocks. Raises EngineUnavailable.
+        """
+
+
+@runtime_checkable
 class EngineWithJobs(Protocol):
     """An engine with a job of a scheduler for each container, which may outlive it.
 

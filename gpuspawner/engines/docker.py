@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from ..core.errors import AnotherEngine, EngineUnavailable
 from ..leases.models import Lease, LeaseState, ServerRef, Sighting
 from .base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
 from .files import MountedWorkspace, remove_leftovers
+from .resource_use import MemoryKill, ResourceUse, memory_kill, read_stats
 
 T = TypeVar("T")
 
@@ -156,6 +157,31 @@ class DockerEngine:
 
         return self.call(run)
 
+    def resource_use(self, ref: str) -> ResourceUse | None:
+        """Return what a container uses now; None if it is not running. Raises EngineUnavailable."""
+        try:
+            answer = self.call(lambda client: client.stats(ref, stream=False, one_shot=True))
+        except NotFound:
+            return None
+        return read_stats(answer)
+
+    def memory_limit(self, ref: str) -> int | None:
+        """Return how many bytes of memory a container may use; None if it is gone or has no limit.
+
+        Raises EngineUnavailable.
+        """
+        container = self.inspect(ref)
+        return (container["HostConfig"].get("Memory") or None) if container else None
+
+    def memory_kills(self) -> list[MemoryKill]:
+        """Return when the system ended programs of leases because their memory was used up.
+
+        As far as the engine's latest events show it. Raises EngineUnavailable.
+        """
+        wanted = {"type": ["container"], "event": ["oom"], "label": [LABEL_LEASE]}
+        found = (memory_kill(event, LABEL_LEASE) for event in self._events(wanted))
+        return [each for each in found if each]
+
     def mount_workspace(self, source: str) -> MountedWorkspace:
         """Return a directory or volume, readable; see :class:`MountedWorkspace`."""
         return self.call(lambda client: MountedWorkspace(client, source))
@@ -246,21 +272,24 @@ class DockerEngine:
 
     def died_at(self, ref: str) -> datetime | None:
         """Return when a removed container died, if the engine's events still show it."""
-
-        def ask(client: docker.APIClient) -> list[dict[str, Any]]:
-            # docker-py would truncate a datetime to the second, and with it what just happened.
-            until = f"{datetime.now(timezone.utc).timestamp():.6f}"
-            wanted = {"container": ref, "event": ["die"]}
-            return list(client.events(since=0, until=until, filters=wanted, decode=True))
-
         try:
-            events = self.call(ask)
+            events = self._events({"container": ref, "event": ["die"]})
         except (EngineUnavailable, NotFound):
             return None
         times = [event["timeNano"] for event in events if "timeNano" in event]
         if not times:
             return None
         return datetime.fromtimestamp(max(times) / 1e9, tz=timezone.utc)
+
+    def _events(self, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return what the engine still has of its events until now."""
+
+        def ask(client: docker.APIClient) -> list[dict[str, Any]]:
+            # docker-py would truncate a datetime to the second, and with it what just happened.
+            until = f"{datetime.now(timezone.utc).timestamp():.6f}"
+            return list(client.events(since=0, until=until, filters=wanted, decode=True))
+
+        return self.call(ask)
 
 
 def is_alive(container: dict[str, Any]) -> bool:
@@ -353,10 +382,11 @@ def sighting_of(container: dict[str, Any]) -> Sighting:
     state = container["State"]
     alive = is_alive(container)
     started_at = parse_time(state.get("StartedAt", ""))
+    out_of_memory = not alive and bool(state.get("OOMKilled"))
     detail = "" if alive or started_at else "it was never started"
     if not alive and started_at:
         detail = f"exit code {state.get('ExitCode')}"
-        if state.get("OOMKilled"):
+        if out_of_memory:
             detail += ", out of memory"
         if state.get("Error"):
             detail += f", {state['Error']}"
@@ -371,6 +401,7 @@ def sighting_of(container: dict[str, Any]) -> Sighting:
         detail=detail,
         # The engine's word for a container that never started, and was removed, is 0.
         exit_code=state.get("ExitCode") if started_at and not alive else None,
+        out_of_memory=out_of_memory,
     )
 
 

@@ -328,6 +328,8 @@ class Sighting:
     """Exit code or similar, for the log."""
     exit_code: int | None = None
     """The exit status of its program, if it has ended and the engine knows."""
+    out_of_memory: bool = False
+    """True if it has ended, and the system ended a program in it because memory was used up."""
     unknown: str = ""
     """Why it is unknown if the lease's server is gone, in words; then ``alive`` is True."""
 

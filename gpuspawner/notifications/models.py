@@ -28,6 +28,8 @@ class NoticeKind(str, Enum):
     """Your server has little room left in its own container."""
     GPU_MEMORY = "gpu_memory"
     """Your programs use more than your share of a GPU's memory."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """The system ended a program in your server or run, because its memory was used up."""
     RUN_ENDED = "run_ended"
     """Your run is done, failed or was stopped."""
     TEST = "test"

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeGuard
 
+from ..core.units import format_bytes
 from ..leases.models import Lease, LeaseState
+from ..monitoring.resource_totals import ResourceTotals
 from ..queue.models import Ticket
 from .models import Run, RunRecord
 
@@ -51,11 +53,16 @@ class RunEnd:
     exit_code: int | None = None
 
 
-def end_of(lease: Lease, exit_code: int | None, last_line: str = "") -> RunEnd | None:
+def end_of(
+    lease: Lease,
+    exit_code: int | None,
+    last_line: str = "",
+    resources: ResourceTotals | None = None,
+) -> RunEnd | None:
     """Return how a run ended, from its ended lease; None if it was interrupted.
 
     ``exit_code`` is its program's exit status; None if it never ended by itself. ``last_line`` is
-    the last line it printed.
+    the last line it printed, ``resources`` what it used; None if that is unknown.
     """
     if lease.state is not LeaseState.ENDED:
         raise ValueError(f"lease {lease.id} is open")
@@ -70,7 +77,18 @@ def end_of(lease: Lease, exit_code: int | None, last_line: str = "") -> RunEnd |
     if exit_code == 0:
         return RunEnd("done", "", 0)
     said = f" Its last line: {last_line}" if last_line else ""
-    return RunEnd("failed", f"Its program ended with exit status {exit_code}.{said}", exit_code)
+    why = f"Its program ended with exit status {exit_code}.{_memory_used_up(resources)}{said}"
+    return RunEnd("failed", why, exit_code)
+
+
+def _memory_used_up(resources: ResourceTotals | None) -> str:
+    """Return the sentence about programs that the system ended in a run; empty if it ended none."""
+    if resources is None or not resources.memory_kills:
+        return ""
+    limit, peak = resources.memory_limit_bytes, resources.memory_peak_bytes
+    which = f"its {format_bytes(limit)} of memory were" if limit else "its memory was"
+    measured = f"; {format_bytes(peak)} were measured before" if peak is not None else ""
+    return f" The system ended a program in it because {which} used up{measured}."
 
 
 def end_after_ticket(ticket: Ticket) -> RunEnd | None:

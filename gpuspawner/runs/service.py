@@ -17,6 +17,7 @@ from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState, ServerRef
 from ..leases.sessions import goes_on, note_lease
 from ..members.service import require_member
+from ..monitoring import resource_repository
 from ..notifications import repository as notifications_repository
 from ..notifications.models import NoticeKind
 from ..notifications.service import compose
@@ -288,7 +289,8 @@ class RunService:
             lease = _newest_leases(connection, [run]).get(run.server)
             if run.outcome or lease is None or not _has_to_settle(connection, run, lease):
                 return None
-            end = end_of(lease, run.exit_code, run.reason)
+            used = resource_repository.totals_of(connection, [lease.id]).get(lease.id)
+            end = end_of(lease, run.exit_code, run.reason, used)
             if end is None:
                 if may_restart(run, lease):
                     preempted = was_preempted(lease)

@@ -52,6 +52,7 @@ from .duties import (
 from .hub_client import HubClient
 from .image_prefetch import ImagePrefetcher
 from .notifier import GPUNotifications, Notifier
+from .resource_monitor import resource_rounds
 from .schedule_duty import ScheduleDuty
 from .worker import Round, Supervisor, Tick, Watchdog
 
@@ -219,6 +220,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             *cluster_rounds(tick),
             *disk_rounds(tick, sessions.poke),
             *workspace_rounds(tick),
+            *resource_rounds(tick, sessions.poke),
         ]
         await side_by_side(*(supervisor.keep(x[1], partial(tick.every, *x)) for x in rounds))
 

@@ -14,7 +14,12 @@ from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError, SlurmRefused, SlurmUnavailable, Unavailable
 from ..core.units import format_credits
-from ..engines.base import EngineWithJobs, EngineWithLogs, EngineWithSignals
+from ..engines.base import (
+    EngineWithJobs,
+    EngineWithLimits,
+    EngineWithLogs,
+    EngineWithSignals,
+)
 from ..leases.models import EndReason, Lease, LeaseKind, LeaseState, SessionEnd, Sighting
 from ..ledger.credit_policy import OVERDRAFT
 from ..ledger.exhaustion import CreditEvent, credits_back
@@ -23,6 +28,7 @@ from ..ledger.rules import ACTOR_ACCOUNTING
 from ..notifications.models import Notice
 from ..runs.models import RunState
 from ..runs.run_program import WARNING_SECONDS, YIELD
+from ..services import utcnow
 from ..slurm import accounts
 from ..web.view_models import session_ends
 from .worker import Round, Tick, TickDuty
@@ -352,6 +358,8 @@ class RunDuty(TickDuty):
                 said, runs_on = "", self.tick.engines[engine]
                 if code and isinstance(runs_on, EngineWithLogs):
                     said = await asyncio.to_thread(runs_on.last_line, sighting.ref)
+                if code and sighting.out_of_memory:
+                    await self._note_memory(engine, lease, sighting)
                 note = self.services.runs.note_exit
                 await self.services.run(note, lease.server.run_id, code, said)
                 if sighting.alive and isinstance(runs_on, EngineWithJobs):
@@ -364,6 +372,14 @@ class RunDuty(TickDuty):
             elif not sighting.alive:
                 await self._release(lease, sighting)
                 await asyncio.to_thread(end)
+
+    async def _note_memory(self, engine: str, lease: Lease, sighting: Sighting) -> None:
+        """Record that the system ended a program of a run, before its end is told."""
+        runs_on, limit = self.tick.engines[engine], None
+        if isinstance(runs_on, EngineWithLimits):
+            limit = await asyncio.to_thread(runs_on.memory_limit, sighting.ref)
+        ended_at = sighting.ended_at or utcnow()
+        await self.services.run(self.services.resources.note_end, lease.id, ended_at, limit)
 
     async def _warn(self, engine: str, lease: Lease, sighting: Sighting, name: str) -> None:
         """Send the signal before the end; after a restart of this service possibly again."""

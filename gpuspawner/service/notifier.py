@@ -50,6 +50,7 @@ _TYPES = {
     NoticeKind.GPU_SICK: "warning",
     NoticeKind.DISK_LOW: "warning",
     NoticeKind.GPU_MEMORY: "warning",
+    NoticeKind.OUT_OF_MEMORY: "warning",
     NoticeKind.STOPPED: "warning",
 }
 """Apprise's types of those that are not just information."""

@@ -126,6 +126,14 @@ class SlurmEngine:
         node, _ = self._where.get(ref, ("", ""))
         return self._engines[node].last_line(ref) if node else ""
 
+    def memory_limit(self, ref: str) -> int | None:
+        """Return how many bytes of memory a container may use; None if it is gone or has no limit.
+
+        That of its job, which also applies, is not among the container's settings.
+        """
+        node, _ = self._where.get(ref, ("", ""))
+        return self._engines[node].memory_limit(ref) if node else None
+
     def signal(self, ref: str, name: str) -> None:
         """Send a signal to a container's first process; one that does not run gets none."""
         node, _ = self._where.get(ref, ("", ""))

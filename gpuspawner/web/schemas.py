@@ -312,6 +312,25 @@ class SessionEndAnswer(Answer):
     reason: EndReason
 
 
+class ResourceUseAnswer(Answer):
+    """What a server or run used of CPU, memory, disk and network; null if never reported."""
+
+    cpu_seconds: Number | None
+    memory_bytes: Count | None = Field(description="When last measured.")
+    memory_peak_bytes: Count | None
+    memory_limit_bytes: Count | None = Field(
+        description="The memory of the machine if the environment sets no limit."
+    )
+    disk_read_bytes: Count | None
+    disk_written_bytes: Count | None
+    network_received_bytes: Count | None
+    network_sent_bytes: Count | None
+    memory_kills: Count = Field(
+        description="How often the system ended a program because memory was used up."
+    )
+    sampled_at: Instant | None
+
+
 class LeaseAnswer(Answer):
     """A lease, and what it cost so far."""
 
@@ -338,6 +357,7 @@ class LeaseAnswer(Answer):
     charged: Amount = told("lease.charged")
     refunded: Amount = told("lease.refunded")
     waived: Amount = told("lease.waived")
+    usage: ResourceUseAnswer | None
 
 
 class FundsAnswer(Answer):

@@ -21,6 +21,7 @@ from ..ledger.usage import LeaseUse
 from ..members.service import EndedMembership
 from ..monitoring.charts import DeviceCurves, of_leases
 from ..monitoring.health_service import AffectedServer
+from ..monitoring.resource_totals import ResourceTotals
 from ..monitoring.service import IdleServer
 from ..queue.models import RankedTicket, Ticket
 from ..queue.rank import QueuePosition
@@ -43,6 +44,8 @@ class LeaseFigures:
     """Microcredits until now, or until the lease ended."""
     end: SessionEnd | None = None
     """When and why a running session ends by itself; None if it does not, or is being stopped."""
+    usage: ResourceTotals | None = None
+    """What it used of CPU, memory, disk and network; None if it was never measured."""
 
     @property
     def stops_at(self) -> datetime | None:
@@ -242,13 +245,15 @@ def with_standings(services: Services, found: Sequence[Ticket], of: int) -> OwnT
 def lease_figures(
     services: Services, leases: Collection[Lease], now: datetime
 ) -> tuple[LeaseFigures, ...]:
-    """Return leases with their cost until ``now``."""
+    """Return leases with their cost until ``now``, and what they used of their machine."""
     ends = session_ends(services, leases, now)
+    usage = services.resources.totals_of([lease.id for lease in leases])
     return tuple(
         LeaseFigures(
             lease=lease,
             cost=lease.charged + ledger_rules.charge_due(lease, now),
             end=ends.get(lease.id),
+            usage=usage.get(lease.id),
         )
         for lease in leases
     )

@@ -1,0 +1,60 @@
+"""Rows of what leases used of CPU, memory, disk and network, and their sums for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields
+
+import sqlalchemy as sa
+
+from ..db.schema import resource_use
+from ..engines.resource_use import ResourceUse
+from .resource_totals import COUNTERS, ResourceRecord, ResourceTotals
+
+_TOTALS = tuple(each.name for each in fields(ResourceTotals))
+AT_ONCE = 500
+"""How many leases one query names; databases limit their parameters."""
+
+
+def totals_of(connection: sa.Connection, lease_ids: Collection[str]) -> dict[str, ResourceTotals]:
+    """Return the totals of leases by id, without those that were never sampled."""
+    wanted, found = list(lease_ids), {}
+    columns = (resource_use.c.lease_id, *(resource_use.c[name] for name in _TOTALS))
+    for start in range(0, len(wanted), AT_ONCE):
+        some = resource_use.c.lease_id.in_(wanted[start : start + AT_ONCE])
+        for row in connection.execute(sa.select(*columns).where(some)).mappings():
+            found[row["lease_id"]] = _totals(row)
+    return found
+
+
+def get(connection: sa.Connection, lease_id: str) -> ResourceRecord:
+    """Return the record of a lease; an empty one if it was never sampled."""
+    query = sa.select(resource_use).where(resource_use.c.lease_id == lease_id)
+    row = connection.execute(query).mappings().first()
+    if row is None:
+        return ResourceRecord()
+    return ResourceRecord(
+        totals=_totals(row),
+        container_id=row["container_id"],
+        last=ResourceUse(**{name: row[f"last_{name}"] for name in COUNTERS}),
+        last_kill_nanoseconds=row["last_kill_nanoseconds"],
+        told_at=row["told_at"],
+    )
+
+
+def put(connection: sa.Connection, lease_id: str, record: ResourceRecord) -> None:
+    """Replace the record of a lease."""
+    row = {
+        "lease_id": lease_id,
+        **{name: getattr(record.totals, name) for name in _TOTALS},
+        **{f"last_{name}": getattr(record.last, name) for name in COUNTERS},
+        "container_id": record.container_id,
+        "last_kill_nanoseconds": record.last_kill_nanoseconds,
+        "told_at": record.told_at,
+    }
+    connection.execute(sa.delete(resource_use).where(resource_use.c.lease_id == lease_id))
+    connection.execute(sa.insert(resource_use).values(row))
+
+
+def _totals(row: sa.RowMapping) -> ResourceTotals:
+    return ResourceTotals(**{name: row[name] for name in _TOTALS})

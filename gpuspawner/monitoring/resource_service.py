@@ -1,0 +1,164 @@
+"""What servers and runs use of CPU, memory, disk and network; members told when memory is used up.
+
+Every sample and every kill is added once, in one transaction with its notice.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+import sqlalchemy as sa
+
+from ..core.errors import UnknownLease
+from ..core.units import format_bytes
+from ..db.engine import Store
+from ..engines.resource_use import MemoryKill, ResourceUse
+from ..leases import repository as leases_repository
+from ..leases.models import Lease, LeaseState
+from ..notifications import repository as notifications_repository
+from ..notifications.models import NoticeKind
+from ..notifications.service import compose
+from . import resource_repository
+from .resource_totals import ResourceTotals, add_sample
+
+QUIET = timedelta(minutes=5)
+"""The shortest time between two notices about the memory of one server."""
+
+RECENT = timedelta(minutes=5)
+"""Members are told of a server that ended by it only this long after its end."""
+
+NEARLY = 0.9
+"""The share of the limit from which the measured figure explains what happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerSample:
+    """What one container of a lease used until now."""
+
+    lease_id: str
+    container_id: str
+    use: ResourceUse
+
+
+@dataclass(eq=False)
+class ResourceService:
+    """Adds up what leases use, and tells members whose programs the system ended."""
+
+    store: Store
+    clock: Callable[[], datetime]
+    log: logging.Logger
+
+    def record(self, samples: Collection[ContainerSample]) -> None:
+        """Add samples to the totals of their leases. Raises StoreUnavailable, and adds none then.
+
+        A lease that has ended meanwhile gets its last sample too.
+        """
+        now = self.clock()
+        with self.store.write() as connection:
+            for each in samples:
+                before = resource_repository.get(connection, each.lease_id)
+                after = add_sample(before, each.container_id, each.use, now)
+                resource_repository.put(connection, each.lease_id, after)
+
+    def totals_of(self, lease_ids: Collection[str]) -> dict[str, ResourceTotals]:
+        """Return the totals of leases by id, without those that were never sampled."""
+        return self.store.run(lambda c: resource_repository.totals_of(c, lease_ids))
+
+    def note_kills(
+        self,
+        lease_id: str,
+        kills: Collection[MemoryKill],
+        *,
+        used_bytes: int | None = None,
+        limit_bytes: int | None = None,
+    ) -> bool:
+        """Count new kills of a lease's programs, and tell its member; returns True if told.
+
+        Kills that were counted before change nothing. The member is told at most once in
+        :data:`QUIET`. ``used_bytes``: the most that the container used; ``limit_bytes``: what it
+        may use. Both are None if the engine does not report them; then those of samples count.
+        """
+        now = self.clock()
+        with self.store.write() as connection:
+            try:
+                lease = leases_repository.get(connection, lease_id, lock=True)
+            except UnknownLease:  # another hub's container on the same engine
+                return False
+            before = resource_repository.get(connection, lease_id)
+            new = [it for it in kills if it.at_nanoseconds > before.last_kill_nanoseconds]
+            if not new:
+                return False
+            tells = _tells(lease, before.told_at, now)
+            peak = before.totals.memory_peak_bytes
+            totals = replace(
+                before.totals,
+                memory_kills=before.totals.memory_kills + len(new),
+                memory_limit_bytes=limit_bytes or before.totals.memory_limit_bytes,
+            )
+            limit = totals.memory_limit_bytes
+            after = replace(
+                before,
+                totals=totals,
+                last_kill_nanoseconds=max(it.at_nanoseconds for it in new),
+                told_at=now if tells else before.told_at,
+            )
+            resource_repository.put(connection, lease_id, after)
+            if tells:
+                used = max((it for it in (used_bytes, peak) if it is not None), default=None)
+                self._tell(connection, lease, now, used, limit)
+        said = f"limit {format_bytes(limit)}" if limit else "limit unknown"
+        self.log.warning("%s ran out of memory (%s; lease %s)", lease.server, said, lease.id)
+        return tells
+
+    def note_end(self, lease_id: str, ended_at: datetime, limit_bytes: int | None) -> None:
+        """Record that a container ended after a kill, in case the kill itself was not seen yet.
+
+        ``ended_at`` is the end by the engine's clock: kills before it count as seen.
+        """
+        with self.store.write() as connection:
+            before = resource_repository.get(connection, lease_id)
+            totals = replace(
+                before.totals,
+                memory_kills=max(1, before.totals.memory_kills),
+                memory_limit_bytes=limit_bytes or before.totals.memory_limit_bytes,
+            )
+            last = max(before.last_kill_nanoseconds, math.ceil(ended_at.timestamp() * 1e9))
+            after = replace(before, totals=totals, last_kill_nanoseconds=last)
+            resource_repository.put(connection, lease_id, after)
+
+    def _tell(
+        self,
+        connection: sa.Connection,
+        lease: Lease,
+        now: datetime,
+        used_bytes: int | None,
+        limit_bytes: int | None,
+    ) -> None:
+        is_near = bool(used_bytes and limit_bytes and used_bytes >= NEARLY * limit_bytes)
+        told = compose(
+            "out_of_memory",
+            NoticeKind.OUT_OF_MEMORY,
+            f"memory:{lease.id}:{now.timestamp()}",
+            lease.server.user,
+            now,
+            lease=lease,
+            used=format_bytes(used_bytes) if used_bytes else "",
+            limit=format_bytes(limit_bytes) if limit_bytes else "",
+            is_near=is_near,
+            has_ended=lease.state is LeaseState.ENDED,
+        )
+        notifications_repository.add(connection, told)
+
+
+def _tells(lease: Lease, told_at: datetime | None, now: datetime) -> bool:
+    """Return True if a member is to be told of a kill now.
+
+    The notice about the end of a run says it already.
+    """
+    if lease.ended_at is not None and (lease.server.run_id or now - lease.ended_at > RECENT):
+        return False
+    return told_at is None or now - told_at >= QUIET

@@ -1,0 +1,97 @@
+"""What the server or run of a lease used in all, added up over restarts of its container. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from ..engines.resource_use import ResourceUse
+
+COUNTERS = (
+    "cpu_seconds",
+    "disk_read_bytes",
+    "disk_written_bytes",
+    "network_received_bytes",
+    "network_sent_bytes",
+)
+"""The figures that are counters in the engine's answers, and sums here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceTotals:
+    """What a lease used of its machine until ``sampled_at``. None if it was never reported."""
+
+    cpu_seconds: float | None = None
+    memory_bytes: int | None = None
+    """At the last sample."""
+    memory_peak_bytes: int | None = None
+    """The most in any sample."""
+    memory_limit_bytes: int | None = None
+    """The memory of the machine if the container has no limit of its own."""
+    disk_read_bytes: int | None = None
+    disk_written_bytes: int | None = None
+    network_received_bytes: int | None = None
+    network_sent_bytes: int | None = None
+    sampled_at: datetime | None = None
+    memory_kills: int = 0
+    """How often the system ended a program in the container because memory was used up."""
+
+    @property
+    def cpu_time(self) -> timedelta | None:
+        """The time of one CPU."""
+        return None if self.cpu_seconds is None else timedelta(seconds=self.cpu_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceRecord:
+    """The totals of a lease, and what is needed to go on adding."""
+
+    totals: ResourceTotals = field(default_factory=ResourceTotals)
+    container_id: str = ""
+    """The container of the last sample."""
+    last: ResourceUse = field(default_factory=ResourceUse)
+    """The counters as last reported; those of memory are not kept."""
+    last_kill_nanoseconds: int = 0
+    """When the newest counted kill happened, by the engine's clock since 1970."""
+    told_at: datetime | None = None
+    """When the member was last told of a kill."""
+
+
+def add_sample(
+    before: ResourceRecord, container_id: str, use: ResourceUse, at: datetime
+) -> ResourceRecord:
+    """Add a sample of a lease's container.
+
+    Its counters begin anew in another container, and when it was restarted: its CPU time is then
+    smaller than before. Otherwise a smaller counter lost a disk or a network, and adds nothing.
+    """
+    last, totals = before.last, before.totals
+    restarted = container_id != before.container_id or _is_less(use.cpu_seconds, last.cpu_seconds)
+    sums: dict[str, Any] = {}
+    counters: dict[str, Any] = {}
+    for name in COUNTERS:
+        new, old = getattr(use, name), getattr(last, name)
+        base = 0 if restarted or old is None else old
+        total = getattr(totals, name)
+        sums[name] = total if new is None else (total or 0) + max(0, new - base)
+        counters[name] = (None if restarted else old) if new is None else new
+    known = [it for it in (totals.memory_peak_bytes, use.memory_bytes) if it is not None]
+    limit = use.memory_limit_bytes
+    return replace(
+        before,
+        totals=replace(
+            totals,
+            **sums,
+            memory_bytes=use.memory_bytes,
+            memory_peak_bytes=max(known, default=None),
+            memory_limit_bytes=totals.memory_limit_bytes if limit is None else limit,
+            sampled_at=at,
+        ),
+        container_id=container_id,
+        last=ResourceUse(**counters),
+    )
+
+
+def _is_less(new: float | None, old: float | None) -> bool:
+    return new is not None and old is not None and new < old

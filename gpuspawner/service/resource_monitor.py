@@ -1,0 +1,173 @@
+"""The duties for what servers and runs use of CPU, memory, disk and network.
+
+Every engine reads the cgroups of its own containers, of both versions, and reports when the system
+ended a program because memory was used up. An engine that does not respond delays no other one, and
+a container that does not respond no other container: its figures are unknown until the next round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+from ..core.aio import in_daemon_thread
+from ..core.errors import EngineUnavailable
+from ..engines.docker import DockerEngine, client_from_environment
+from ..engines.resource_use import MemoryKill
+from ..leases.models import Lease
+from ..monitoring.resource_service import ContainerSample
+from ..slurm.images import connector
+from ..slurm.scheduler import SlurmDelegate
+from .disk_monitor import HERE, node_of
+from .worker import Round, Tick, TickDuty
+
+SAMPLE_SECONDS = 30.0
+"""Seconds between two samples of each container: what is used after the last one is not counted."""
+KILLS_SECONDS = 5.0
+"""Seconds between two looks for programs that the system ended: their members wonder why."""
+PATIENCE_SECONDS = 20.0
+"""Seconds that an engine may take for an answer."""
+ROUND_SECONDS = 5.0
+"""Seconds that a round waits for answers; later ones belong to the next round."""
+AT_ONCE = 8
+"""How many containers of one engine are sampled at the same time."""
+
+_in_thread = partial(in_daemon_thread, "gpuspawner-resources")
+
+
+class ResourceDuty(TickDuty):
+    """Samples the containers of all leases, and looks for programs that the system ended."""
+
+    def __init__(
+        self,
+        tick: Tick,
+        engines: Mapping[str, DockerEngine],
+        machine_of: Callable[[Lease], str],
+        poke: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``machine_of`` returns the key in ``engines`` for a lease, or an empty string."""
+        super().__init__(tick, poke)
+        self._machine_of = machine_of
+        self._machines = {name: _Machine(self, name, it) for name, it in engines.items()}
+
+    async def sample(self) -> None:
+        """Sample every container once. Raises StoreUnavailable."""
+        leases = await self._leases()
+        rounds = (machine.sample(leases[name]) for name, machine in self._machines.items())
+        samples = [each for some in await asyncio.gather(*rounds) for each in some]
+        if samples:
+            await self.services.run(self.services.resources.record, samples)
+
+    async def look_for_kills(self) -> None:
+        """Tell the members whose programs the system ended. Raises StoreUnavailable."""
+        leases = await self._leases()
+        rounds = (machine.look(leases[name]) for name, machine in self._machines.items())
+        for error in await asyncio.gather(*rounds, return_exceptions=True):
+            if error is not None:
+                raise error
+
+    async def _leases(self) -> dict[str, list[Lease]]:
+        """Return the open leases with a container, by machine."""
+        found: dict[str, list[Lease]] = defaultdict(list)
+        for lease in await self.services.run(self.services.leases.open_leases):
+            if lease.engine_ref:
+                found[self._machine_of(lease)].append(lease)
+        return found
+
+
+class _Machine:
+    """One engine and its containers."""
+
+    def __init__(self, duty: ResourceDuty, name: str, engine: DockerEngine) -> None:
+        self._duty = duty
+        self._engine = engine
+        self._part = f"Resources of {name}"
+        self._sampling: dict[str, asyncio.Task[ContainerSample | None]] = {}
+        """Unfinished samples, by lease id."""
+        self._gate = asyncio.Semaphore(AT_ONCE)
+        self._known: set[MemoryKill] = set()
+        """Those that were noted, of the last look."""
+        self._waiting: set[MemoryKill] = set()
+        """Those in runs, which are noted at the next look."""
+        self._had_leases = False
+
+    async def sample(self, leases: Collection[Lease]) -> list[ContainerSample]:
+        """Return the samples that are there in time, and those that were late last time."""
+        for lease in leases:
+            if lease.id not in self._sampling:
+                self._sampling[lease.id] = asyncio.ensure_future(self._sample_one(lease))
+        if self._sampling:
+            await asyncio.wait(self._sampling.values(), timeout=ROUND_SECONDS)
+        done = {name: task for name, task in self._sampling.items() if task.done()}
+        for name in done:
+            del self._sampling[name]
+        return [sample for task in done.values() if (sample := task.result())]
+
+    async def _sample_one(self, lease: Lease) -> ContainerSample | None:
+        """Return what a lease's container uses; None if it does not run or that is unknown."""
+        ref = lease.engine_ref
+        try:
+            async with self._gate:
+                use = await _in_thread(lambda: self._engine.resource_use(ref))
+        except EngineUnavailable as error:
+            self._duty.tick.trouble(self._part, error)
+            return None
+        self._duty.tick.well(self._part)
+        return ContainerSample(lease.id, ref, use) if use else None
+
+    async def look(self, leases: Collection[Lease]) -> None:
+        """Look once for new kills, also after the last lease has ended."""
+        if not leases and not self._had_leases:
+            return
+        try:
+            kills = set(await _in_thread(self._engine.memory_kills))
+            self._had_leases = bool(leases)
+            open_runs = {lease.id for lease in leases if lease.server.run_id}
+            # A run may end by it, and then the notice about its end says so.
+            new = kills - self._known
+            waiting = {kill for kill in new - self._waiting if kill.lease_id in open_runs}
+            by_container: dict[tuple[str, str], list[MemoryKill]] = defaultdict(list)
+            for kill in new - waiting:
+                by_container[kill.lease_id, kill.container_id].append(kill)
+            for (lease_id, container_id), some in by_container.items():
+                await self._note(lease_id, container_id, some)
+            self._known, self._waiting = kills - waiting, waiting
+        except EngineUnavailable as error:
+            self._duty.tick.trouble(self._part, error)
+
+    async def _note(self, lease_id: str, container_id: str, kills: Collection[MemoryKill]) -> None:
+        use = await _in_thread(lambda: self._engine.resource_use(container_id))
+        limit = await _in_thread(lambda: self._engine.memory_limit(container_id))
+        note = partial(
+            self._duty.services.resources.note_kills,
+            used_bytes=use.memory_highest_bytes if use else None,
+            limit_bytes=limit,
+        )
+        if await self._duty.services.run(note, lease_id, kills):
+            self._duty.poke()
+
+
+def resource_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
+    """Return the duties for this machine's engine, and for those of a cluster."""
+    engine = DockerEngine(partial(client_from_environment, PATIENCE_SECONDS))
+
+    def machine_of(lease: Lease) -> str:
+        return HERE if lease.engine == engine.name else ""
+
+    here = ResourceDuty(tick, {HERE: engine}, machine_of, poke)
+    rounds: list[Round] = [
+        (SAMPLE_SECONDS, "Use of resources", here.sample),
+        (KILLS_SECONDS, "Memory", here.look_for_kills),
+    ]
+    delegate = tick.services.delegation.delegate
+    if isinstance(delegate, SlurmDelegate):
+        cluster = delegate.cluster
+        nodes = {x.name: DockerEngine(connector(x, PATIENCE_SECONDS)) for x in cluster.nodes}
+        there = ResourceDuty(tick, nodes, partial(node_of, cluster, delegate.engine), poke)
+        rounds += [
+            (SAMPLE_SECONDS, "Use of resources of nodes", there.sample),
+            (KILLS_SECONDS, "Memory of nodes", there.look_for_kills),
+        ]
+    return rounds

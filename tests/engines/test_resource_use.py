@@ -1,0 +1,172 @@
+"""What containers use, and those whose memory is used up. Real: a Docker Engine, its containers,
+SQLite. The Hub is a script."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gpuspawner.engines.base import LABEL_LEASE
+from gpuspawner.engines.docker import DockerEngine
+from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
+from gpuspawner.runs.models import Run, RunState, Work
+from gpuspawner.service import resource_monitor
+from gpuspawner.service.disk_monitor import HERE
+from gpuspawner.service.duties import RunDuty
+from gpuspawner.service.resource_monitor import ResourceDuty
+from gpuspawner.services import Services
+from tests.support.brokers import T0, Clock
+from tests.support.engine import PrivateEngine, open_engine
+from tests.support.images import BASE, SILENT
+from tests.support.processes import wait_for
+from tests.support.rounds import SITE, ScriptedHub, make_tick, open_services
+
+MB = 2**20
+LIMIT = 64 * MB
+TOO_MUCH = ["python3", "-c", "bytearray(200 * 2**20)"]
+BUSY = ["python3", "-c", "while True: pass"]
+
+
+@pytest.fixture
+def services(new_file: Callable[[], str]) -> Iterator[Services]:
+    services = open_services(new_file(), Clock(), **{**SITE, "opening_grant": 1000})
+    yield services
+    services.store.close()
+
+
+@pytest.fixture
+async def hub() -> AsyncIterator[ScriptedHub]:
+    async with ScriptedHub().serving() as hub:
+        yield hub
+
+
+def started(
+    engine: PrivateEngine, lease: Lease, image: str = BASE, command: Any = ("sleep", "1000")
+) -> str:
+    """A container of a lease, whose memory is limited."""
+    host = engine.client.create_host_config(mem_limit=LIMIT, memswap_limit=LIMIT)
+    labels = {LABEL_LEASE: lease.id}
+    made = engine.client.create_container(image, list(command), host_config=host, labels=labels)
+    engine.client.start(made["Id"])
+    return str(made["Id"])
+
+
+def duty_of(services: Services, hub: ScriptedHub, engine: PrivateEngine) -> ResourceDuty:
+    engines = {HERE: open_engine(engine.url)}
+    return ResourceDuty(make_tick(services, hub), engines, lambda lease: HERE)
+
+
+def session(services: Services, engine: PrivateEngine, **kind: Any) -> Lease:
+    lease = services.leases.grant(ServerRef("ada"), Request(), engine="docker")
+    return services.leases.confirm(lease.id, started(engine, lease, **kind))
+
+
+def test_engine_reports_what_a_container_uses(
+    services: Services, clean_engine: PrivateEngine
+) -> None:
+    lease = session(services, clean_engine)
+    asked, ref = open_engine(clean_engine.url), lease.engine_ref
+    first = asked.resource_use(ref)
+    assert first is not None and first.cpu_seconds is not None
+    assert first.memory_limit_bytes == asked.memory_limit(ref) == LIMIT
+    assert first.memory_bytes is not None and 0 < first.memory_bytes < LIMIT
+    assert first.network_received_bytes is not None
+    work = ["python3", "-c", "sum(range(5_000_000))"]
+    assert clean_engine.execute(ref, work)[0] == 0
+    second = asked.resource_use(ref)
+    assert second is not None and second.cpu_seconds is not None
+    assert second.cpu_seconds > first.cpu_seconds
+    clean_engine.client.kill(ref)
+    clean_engine.client.wait(ref)
+    assert asked.resource_use(ref) is None
+    assert asked.memory_limit(ref) == LIMIT
+    clean_engine.client.remove_container(ref)
+    assert (asked.resource_use(ref), asked.memory_limit(ref)) == (None, None)
+
+
+async def test_totals_grow_over_a_restart_of_the_container(
+    services: Services, hub: ScriptedHub, clean_engine: PrivateEngine
+) -> None:
+    lease = session(services, clean_engine, command=BUSY)
+    duty = duty_of(services, hub, clean_engine)
+
+    async def seconds() -> float:
+        await duty.sample()
+        totals = services.resources.totals_of([lease.id])
+        return (totals[lease.id].cpu_seconds or 0.0) if totals else 0.0
+
+    while await seconds() < 1.0:
+        pass
+    before = await seconds()
+    clean_engine.client.restart(lease.engine_ref, timeout=0)
+    assert await seconds() >= before
+    while (after := await seconds()) < before + 0.5:
+        pass
+    services.leases.release(lease.id, ended_at=T0, reason="stopped")
+    assert await seconds() == after, "it stays for the receipt"
+
+
+async def test_member_is_told_of_a_kernel_that_used_all_memory(
+    services: Services, hub: ScriptedHub, clean_engine: PrivateEngine
+) -> None:
+    lease = session(services, clean_engine)
+    duty = duty_of(services, hub, clean_engine)
+    await duty.look_for_kills()
+    assert clean_engine.execute(lease.engine_ref, TOO_MUCH)[0] == 137
+    wait_for(open_engine(clean_engine.url).memory_kills, "the engine's event")
+    for _ in range(2):  # and a service that was started anew tells nothing twice
+        await duty.look_for_kills()
+        duty = duty_of(services, hub, clean_engine)
+    [told] = services.notifications.notices_of("ada")
+    assert told.title == "Your server ran out of memory"
+    assert "64.0 MB of its 64.0 MB of memory, and the system ended a program in it" in told.body
+    totals = services.resources.totals_of([lease.id])[lease.id]
+    assert (totals.memory_kills, totals.memory_limit_bytes) == (1, LIMIT)
+
+
+async def test_run_that_ended_by_it_says_so(
+    services: Services, hub: ScriptedHub, clean_engine: PrivateEngine
+) -> None:
+    run = Run(id="ada-1", user="ada", title="train", work=Work(command=("a",)), created_at=T0)
+    services.runs.submit(run)
+    terms = Terms(wait=True, seconds=3600)
+    lease = services.queue.ask(run.server, Request(), engine="docker", terms=terms)
+    assert isinstance(lease, Lease)
+    ref = started(clean_engine, lease, command=TOO_MUCH)
+    services.leases.confirm(lease.id, ref)
+    clean_engine.client.wait(ref)
+    docker = DockerEngine(lambda: clean_engine.client)
+    duty = duty_of(services, hub, clean_engine)
+    wait_for(docker.memory_kills, "the engine's event")
+    await duty.look_for_kills()
+    await RunDuty(make_tick(services, hub, docker)).round()
+    ended = services.runs.get(run.id)
+    assert ended.state is RunState.FAILED
+    assert ended.run.reason == (
+        "Its program ended with exit status 137. The system ended a program in it because its "
+        "64.0 MB of memory were used up."
+    )
+    for _ in range(2):
+        await duty.look_for_kills()
+    [told] = services.notifications.notices_of("ada")
+    assert told.title == "Your run train failed", "and its end is told once"
+    assert services.resources.totals_of([lease.id])[lease.id].memory_kills == 1
+
+
+async def test_engine_that_does_not_respond_is_asked_again(
+    services: Services,
+    hub: ScriptedHub,
+    clean_engine: PrivateEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resource_monitor, "ROUND_SECONDS", 0.2)
+    lease = session(services, clean_engine, image=SILENT)
+    duty = duty_of(services, hub, clean_engine)
+    with clean_engine.hung():
+        await duty.sample()
+        await duty.sample()
+        assert services.resources.totals_of([lease.id]) == {}
+    while not services.resources.totals_of([lease.id]):
+        await duty.sample()

@@ -1,0 +1,94 @@
+"""Samples of containers that are added up: over restarts, and where figures are missing."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuspawner.engines.resource_use import ResourceUse
+from gpuspawner.monitoring.resource_totals import COUNTERS, ResourceRecord, add_sample
+
+T0 = datetime(2026, 3, 1, tzinfo=timezone.utc)
+
+
+def added(*samples: tuple[str, ResourceUse]) -> ResourceRecord:
+    record = ResourceRecord()
+    for number, (container, use) in enumerate(samples):
+        record = add_sample(record, container, use, T0 + timedelta(minutes=number))
+    return record
+
+
+def test_counters_are_added_over_a_restart_and_another_container() -> None:
+    record = added(
+        ("a", ResourceUse(cpu_seconds=10, disk_read_bytes=100, network_sent_bytes=5)),
+        ("a", ResourceUse(cpu_seconds=15, disk_read_bytes=300, network_sent_bytes=5)),
+        # Restarted: more was read than ever before.
+        ("a", ResourceUse(cpu_seconds=2, disk_read_bytes=1000, network_sent_bytes=1)),
+        # Another container of the same lease, with larger counters.
+        ("b", ResourceUse(cpu_seconds=20, disk_read_bytes=2000)),
+        ("b", ResourceUse(cpu_seconds=21, disk_read_bytes=2000, network_sent_bytes=4)),
+    )
+    totals = record.totals
+    assert (totals.cpu_seconds, totals.disk_read_bytes) == (15 + 2 + 21, 300 + 1000 + 2000)
+    assert totals.network_sent_bytes == 5 + 1 + 4
+    assert totals.disk_written_bytes is None, "it was never reported"
+    assert totals.sampled_at == T0 + timedelta(minutes=4)
+
+
+def test_network_that_was_left_adds_nothing() -> None:
+    record = added(
+        ("a", ResourceUse(cpu_seconds=10, network_sent_bytes=100)),
+        ("a", ResourceUse(cpu_seconds=11, network_sent_bytes=40)),
+        ("a", ResourceUse(cpu_seconds=12, network_sent_bytes=50)),
+    )
+    assert record.totals.network_sent_bytes == 110
+
+
+def test_memory_is_the_last_and_the_peak_of_what_is_known() -> None:
+    record = added(
+        ("a", ResourceUse(memory_bytes=5, memory_limit_bytes=10)),
+        ("a", ResourceUse(memory_bytes=9, memory_limit_bytes=20)),
+        ("a", ResourceUse()),
+    )
+    totals = record.totals
+    assert (totals.memory_bytes, totals.memory_peak_bytes) == (None, 9)
+    assert totals.memory_limit_bytes == 20
+    assert totals.cpu_seconds is None
+
+
+_COUNT = st.none() | st.integers(0, 1 << 40)
+_USES = st.builds(
+    ResourceUse,
+    memory_bytes=_COUNT,
+    memory_limit_bytes=_COUNT,
+    **dict.fromkeys(COUNTERS, _COUNT),
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), _USES), max_size=12))
+def test_totals_never_decrease_and_never_forget(samples: list[tuple[str, ResourceUse]]) -> None:
+    record = ResourceRecord()
+    for container, use in samples:
+        after = add_sample(record, container, use, T0)
+        for name in (*COUNTERS, "memory_peak_bytes"):
+            old, new = getattr(record.totals, name), getattr(after.totals, name)
+            assert old is None or (new is not None and new >= old)
+            if name in COUNTERS and getattr(use, name) is not None:
+                assert new is not None
+                assert new >= getattr(use, name) or container == record.container_id
+        record = after
+
+
+@given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=5), min_size=1, max_size=5))
+def test_totals_are_the_sum_of_what_each_container_used(increments: list[list[int]]) -> None:
+    samples = []
+    for number, steps in enumerate(increments):
+        for count in range(1, len(steps) + 1):
+            done = sum(steps[:count])
+            use = ResourceUse(**dict.fromkeys(COUNTERS, done))
+            samples.append((f"container-{number}", use))
+    totals = added(*samples).totals
+    expected = sum(map(sum, increments))
+    assert all(getattr(totals, name) == expected for name in COUNTERS)
