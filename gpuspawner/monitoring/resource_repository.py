@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
 from dataclasses import fields
+from datetime import datetime
 
 import sqlalchemy as sa
 
-from ..db.schema import resource_use
+from ..db.schema import lease_places, leases, resource_use
 from ..engines.resource_use import ResourceUse
-from .resource_totals import COUNTERS, ResourceRecord, ResourceTotals
+from ..ledger.usage import SEVERAL
+from .resource_totals import COUNTERS, ResourceRecord, ResourceSum, ResourceTotals
 
 _TOTALS = tuple(each.name for each in fields(ResourceTotals))
 AT_ONCE = 500
@@ -54,6 +57,36 @@ def put(connection: sa.Connection, lease_id: str, record: ResourceRecord) -> Non
     }
     connection.execute(sa.delete(resource_use).where(resource_use.c.lease_id == lease_id))
     connection.execute(sa.insert(resource_use).values(row))
+
+
+def sums_between(
+    connection: sa.Connection, bounds: Sequence[datetime], by: str
+) -> list[dict[str, ResourceSum]]:
+    """Return what the leases that started between each two of the times used, by a field of Kind.
+
+    All that a lease used counts for the period in which it started.
+    """
+    name = _MODEL if by == "model" else leases.c[by]
+    query = (
+        sa.select(name, leases.c.started_at, *_SUMMED)
+        .join(leases, leases.c.id == resource_use.c.lease_id)
+        .where(leases.c.started_at >= bounds[0], leases.c.started_at < bounds[-1])
+    )
+    found: list[dict[str, ResourceSum]] = [{} for _ in range(len(bounds) - 1)]
+    for called, started_at, *figures in connection.execute(query):
+        sums = found[bisect_right(bounds, started_at) - 1]
+        sums[called] = sums.get(called, ResourceSum()).plus(ResourceSum(*figures))
+    return found
+
+
+_SUMMED = (resource_use.c.cpu_seconds, resource_use.c.memory_peak_bytes)
+_first, _last = sa.func.min(lease_places.c.model), sa.func.max(lease_places.c.model)
+_MODEL = (
+    sa.select(sa.case((_first.is_(None), ""), (_first == _last, _first), else_=SEVERAL))
+    .where(lease_places.c.lease_id == leases.c.id)
+    .correlate(leases)
+    .scalar_subquery()
+)
 
 
 def _totals(row: sa.RowMapping) -> ResourceTotals:

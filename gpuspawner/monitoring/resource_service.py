@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
@@ -23,7 +23,7 @@ from ..notifications import repository as notifications_repository
 from ..notifications.models import NoticeKind
 from ..notifications.service import compose
 from . import resource_repository
-from .resource_totals import ResourceTotals, add_sample
+from .resource_totals import ResourceSum, ResourceTotals, add_sample
 
 QUIET = timedelta(minutes=5)
 """The shortest time between two notices about the memory of one server."""
@@ -67,6 +67,14 @@ class ResourceService:
     def totals_of(self, lease_ids: Collection[str]) -> dict[str, ResourceTotals]:
         """Return the totals of leases by id, without those that were never sampled."""
         return self.store.run(lambda c: resource_repository.totals_of(c, lease_ids))
+
+    def sums_between(self, bounds: Sequence[datetime], by: str) -> list[dict[str, ResourceSum]]:
+        """Return what the leases that started between each two of the times used.
+
+        By a field of Kind, such as ``user``. All that a lease used counts for the period in which
+        it started.
+        """
+        return self.store.run(lambda c: resource_repository.sums_between(c, bounds, by))
 
     def note_kills(
         self,

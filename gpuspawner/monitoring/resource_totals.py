@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..engines.resource_use import ResourceUse
 
@@ -41,6 +41,21 @@ class ResourceTotals:
     def cpu_time(self) -> timedelta | None:
         """The time of one CPU."""
         return None if self.cpu_seconds is None else timedelta(seconds=self.cpu_seconds)
+
+
+class ResourceSum(NamedTuple):
+    """What several leases used together. None if none of them was measured."""
+
+    cpu_seconds: float | None = None
+    memory_peak_bytes: int | None = None
+    """The most that one of them used."""
+
+    def plus(self, other: ResourceSum) -> ResourceSum:
+        """Return the figures of both."""
+        seconds = [it for it in (self.cpu_seconds, other.cpu_seconds) if it is not None]
+        peaks = (self.memory_peak_bytes, other.memory_peak_bytes)
+        known = [it for it in peaks if it is not None]
+        return ResourceSum(sum(seconds) if seconds else None, max(known, default=None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

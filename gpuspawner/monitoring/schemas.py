@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import date
 from typing import Annotated
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from ..web.schemas import (
     Amount,
@@ -84,12 +84,20 @@ class JobUseAnswer(Answer):
     jobs: Count = told("sessions")
 
 
+class ResourceSumAnswer(Answer):
+    """Of the sessions that started in the period, from start to end; null if not measured."""
+
+    cpu_seconds: Number | None
+    memory_peak_bytes: Count | None = Field(description="The most that one session used.")
+
+
 class UseAnswer(Answer):
     gpu_seconds: Count = told("use.gpu_seconds")
     gpu_hours: GPUHours = told("use.micros")
     credits: Amount = told("use.cost")
     sessions: Count = told("use.sessions")
     batch: JobUseAnswer
+    resources: ResourceSumAnswer
 
 
 class NamedUseAnswer(UseAnswer, NamedAnswer):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
+from functools import reduce
 from typing import Any
 from urllib.parse import urlencode
 
@@ -23,7 +24,16 @@ from ..web.base import ServiceHandler
 from ..web.fields import one_of
 from ..web.pages import Page
 from .repository import LeaseUtilization
-from .schemas import JobTimeAnswer, JobUseAnswer, NamedUseAnswer, UsageAnswer, UseAnswer, UsedAnswer
+from .resource_totals import ResourceSum
+from .schemas import (
+    JobTimeAnswer,
+    JobUseAnswer,
+    NamedUseAnswer,
+    ResourceSumAnswer,
+    UsageAnswer,
+    UseAnswer,
+    UsedAnswer,
+)
 
 USAGE_BY = {
     "member": "user",
@@ -40,6 +50,7 @@ Weeks use the field with the fewest values.
 
 USE_COLUMNS = ("gpu_seconds", "gpu_hours", "credits", "sessions")
 JOB_COLUMNS = ("gpu_hours", "credits", "jobs")
+RESOURCE_COLUMNS = ("cpu_seconds", "memory_peak_bytes")
 """Columns of a usage report as CSV, after the name."""
 
 PAUSE = 0.1
@@ -59,6 +70,8 @@ class UsageRow:
     use: LeaseUse
     batch: LeaseUse
     """Usage of cluster jobs; its sessions are the jobs."""
+    resources: ResourceSum
+    """CPU time and memory of the sessions that started in the period."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,8 @@ class UsageReport:
     total: LeaseUse
     batch: LeaseUse
     """Usage of all cluster jobs."""
+    resources: ResourceSum
+    """CPU time and memory of all sessions that started in the period."""
 
 
 def usage_report(services: Services, by: str, first: date, last: date) -> UsageReport:
@@ -80,21 +95,30 @@ def usage_report(services: Services, by: str, first: date, last: date) -> UsageR
     bounds = [core_times.midnight(day) for day in (*starts, last + timedelta(days=1))]
     found = services.reports.use_by(bounds, USAGE_BY[by])
     jobs = services.reports.use_of_jobs(bounds, USAGE_BY[by])
+    resources = services.resources.sums_between(bounds, USAGE_BY[by])
     if by == "week":
         rows = [
-            UsageRow(day.isoformat(), together(used.values()), together(batch.values()))
-            for day, used, batch in zip(starts, found, jobs, strict=True)
+            UsageRow(
+                day.isoformat(), together(used.values()), together(batch.values()), sum_of(some)
+            )
+            for day, used, batch, some in zip(starts, found, jobs, resources, strict=True)
         ]
     else:
-        (sums,), (beside,) = found, jobs
-        nothing = LeaseUse()
+        (sums,), (beside,), (some,) = found, jobs, resources
+        nothing = LeaseUse(), ResourceSum()
         rows = [
-            UsageRow(name, sums.get(name, nothing), beside.get(name, nothing))
+            UsageRow(
+                name,
+                sums.get(name, nothing[0]),
+                beside.get(name, nothing[0]),
+                some.get(name, nothing[1]),
+            )
             for name in {**sums, **beside}
         ]
         rows.sort(key=lambda row: (-row.use.micros, -row.use.cost, -row.batch.micros, row.name))
     total, batch = together(row.use for row in rows), together(row.batch for row in rows)
-    return UsageReport(by, first, last, tuple(rows), total, batch)
+    used = sum_of({row.name: row.resources for row in rows})
+    return UsageReport(by, first, last, tuple(rows), total, batch, used)
 
 
 async def remember(services: Services) -> None:
@@ -184,7 +208,8 @@ class ReportAPI(ReportHandler, APIHandler):
 def usage_cells(row: UsageRow) -> Sequence[str]:
     """Return a row of the report as a row of the CSV file."""
     used = cells(NamedUseAnswer.of(row), ("name", *USE_COLUMNS))
-    return [*used, *cells(JobUseAnswer.of(row.batch), JOB_COLUMNS)]
+    resources = cells(ResourceSumAnswer.of(row.resources), RESOURCE_COLUMNS)
+    return [*used, *cells(JobUseAnswer.of(row.batch), JOB_COLUMNS), *resources]
 
 
 class UsageHandler(ReportHandler):
@@ -193,7 +218,7 @@ class UsageHandler(ReportHandler):
     groupings = tuple(USAGE_BY)
     make_report = staticmethod(usage_report)
     template, file = "usage.html", "usage"
-    columns = (*USE_COLUMNS, *(f"batch_{name}" for name in JOB_COLUMNS))
+    columns = (*USE_COLUMNS, *(f"batch_{name}" for name in JOB_COLUMNS), *RESOURCE_COLUMNS)
     row = staticmethod(usage_cells)
 
 
@@ -226,7 +251,7 @@ class UsageAPI(UsageHandler, ReportAPI):
             start=core_times.midnight(found.first),
             end=core_times.midnight(found.last + timedelta(days=1)),
             as_of=self.services.clock(),
-            total=UseAnswer.of(use=found.total, batch=found.batch),
+            total=UseAnswer.of(use=found.total, batch=found.batch, resources=found.resources),
         )
 
 
@@ -236,6 +261,11 @@ def together(uses: Iterable[LeaseUse]) -> LeaseUse:
     for use in uses:
         total = total.plus(use)
     return total
+
+
+def sum_of(found: Mapping[str, ResourceSum]) -> ResourceSum:
+    """Return what all of these used together."""
+    return reduce(ResourceSum.plus, found.values(), ResourceSum())
 
 
 USAGE_HANDLERS: list[tuple[str, type[ServiceHandler]]] = [

@@ -11,10 +11,12 @@ from datetime import timedelta
 from typing import Any
 
 from gpuspawner.core.units import MICRO
+from gpuspawner.engines.resource_use import MemoryKill, ResourceUse
 from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
 from gpuspawner.monitoring.health import Symptom
 from gpuspawner.monitoring.health_service import FoundSymptoms
 from gpuspawner.monitoring.models import DeviceUse
+from gpuspawner.monitoring.resource_service import ContainerSample
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from gpuspawner.storage.repository import ARCHIVED
@@ -194,6 +196,7 @@ def situations(fresh: Open) -> Iterator[tuple[str, Services]]:
     yield from _idle(fresh)
     yield from _lost(fresh)
     yield from _disk(fresh)
+    yield from _memory(fresh)
     yield from _sick(fresh)
     yield from _membership(fresh)
 
@@ -313,6 +316,23 @@ def _disk(fresh: Open) -> Iterator[tuple[str, Services]]:
         lease.id, written_bytes=11 * 10**9, limit_bytes=10**10, folders=folders[:1]
     )
     yield "its container was too full, with a folder", services
+
+
+def _memory(fresh: Open) -> Iterator[tuple[str, Services]]:
+    services, clock = fresh()
+    lease, limit = start(services, clock, "ada"), 32 * 2**30
+    use = ResourceUse(memory_bytes=20 * 2**30, memory_limit_bytes=limit)
+    services.resources.record([ContainerSample(lease.id, "container", use)])
+    kills = [MemoryKill(lease.id, "container", number) for number in (1, 2)]
+    services.resources.note_kills(lease.id, kills[:1], used_bytes=limit, limit_bytes=limit)
+    yield "its memory is used up", services
+    clock.forward(minutes=10)
+    services.resources.note_kills(lease.id, kills[1:], limit_bytes=limit)
+    yield "its memory is used up, and was not measured just before", services
+    lease = start(services, clock, "bob", "night")
+    services.leases.release(lease.id, ended_at=clock(), reason="exit code 137, out of memory")
+    services.resources.note_kills(lease.id, [MemoryKill(lease.id, "container", 1)])
+    yield "it ended because its memory was used up", services
 
 
 def _sick(fresh: Open) -> Iterator[tuple[str, Services]]:

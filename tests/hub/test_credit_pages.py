@@ -286,6 +286,7 @@ def test_reports_agree_across_json_csv_and_html(hub: PayingHub) -> None:
         told = hub.json(ADMIN, f"usage?by={by}").json()
         rows = list(csv.reader(io.StringIO(hub.page(ADMIN, f"usage.csv?by={by}").text)))
         beside = ["batch_gpu_hours", "batch_credits", "batch_jobs"]
+        beside += ["cpu_seconds", "memory_peak_bytes"]
         assert rows[0] == [by, "gpu_seconds", "gpu_hours", "credits", "sessions", *beside]
         total = told["total"]["batch"]
         assert (total["gpu_seconds"], total["jobs"]) == (3 * 3600 + 3600, 2)

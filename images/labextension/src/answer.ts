@@ -29,6 +29,19 @@ export interface ILease {
   ends_at: string | null;
   // The earliest of all; null when it does not end by itself, or is being stopped.
   end: IEnd | null;
+  // Null until it was measured; a service of an older version does not tell it.
+  usage?: IUsage | null;
+}
+
+// What this server used of its machine; null for what is not reported.
+export interface IUsage {
+  cpu_seconds: number | null;
+  memory_bytes: number | null;
+  memory_limit_bytes: number | null;
+  disk_read_bytes: number | null;
+  disk_written_bytes: number | null;
+  network_received_bytes: number | null;
+  network_sent_bytes: number | null;
 }
 
 export interface IEnd {

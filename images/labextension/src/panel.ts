@@ -1,12 +1,14 @@
 import { LabIcon } from '@jupyterlab/ui-components';
 import { Widget } from '@lumino/widgets';
 
-import type { Action, IDevice, INow } from './answer';
+import type { Action, IDevice, INow, IUsage } from './answer';
 import { curve } from './curve';
 import type { Session } from './session';
 import {
   STOPPING,
   because,
+  both,
+  bytes,
   clock,
   credits,
   gigabytes,
@@ -73,6 +75,7 @@ export class Panel extends Widget {
     this.content.replaceChildren(
       ...now.warnings.map(it => make('p', 'gpuspawner-warning', warning(it, now, at))),
       ...now.devices.flatMap(device => this.device(device, now.devices.length > 1, at)),
+      ...machine(now.lease.usage ?? null),
       facts(now, at),
       page
     );
@@ -138,9 +141,28 @@ function meter(name: string, kind: string, text: string, value: number | null): 
   return found;
 }
 
+/** What the server uses of its machine. */
+function machine(usage: IUsage | null): HTMLElement[] {
+  if (!usage) {
+    return [];
+  }
+  const { memory_bytes: used, memory_limit_bytes: limit } = usage;
+  const isLimited = isKnown(used) && isKnown(limit) && limit > 0;
+  const memory = isLimited ? `${bytes(used)} of ${bytes(limit)}` : isKnown(used) ? bytes(used) : 'unknown';
+  return [
+    make('h3', '', 'Server'),
+    meter('Main memory', 'memory', memory, isLimited ? (100 * used) / limit : null),
+    listOf([
+      ['CPU time', isKnown(usage.cpu_seconds) ? span(1000 * usage.cpu_seconds) : ''],
+      ['Disk', both(usage.disk_read_bytes, 'read', usage.disk_written_bytes, 'written')],
+      ['Network', both(usage.network_received_bytes, 'received', usage.network_sent_bytes, 'sent')]
+    ])
+  ];
+}
+
 function facts(now: INow, at: number): HTMLElement {
   const ends = now.lease.end?.at;
-  const rows: [string, string][] = [
+  return listOf([
     ['Environment', now.lease.environment],
     ['Ends', ends ? `${clock(ends, at)} (${span(Date.parse(ends) - at)} left), ${because(now)}` : ''],
     ['Cost so far', `${credits(now.lease.cost)} credits`],
@@ -149,7 +171,11 @@ function facts(now: INow, at: number): HTMLElement {
       isGroup(now) ? 'Balance of the group' : 'Balance',
       now.account ? `${credits(now.account.balance)} credits` : ''
     ]
-  ];
+  ]);
+}
+
+/** What has a value, with its name before it. */
+function listOf(rows: [string, string][]): HTMLElement {
   const list = make('dl', '');
   for (const [name, value] of rows) {
     if (value) {

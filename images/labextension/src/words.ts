@@ -50,6 +50,25 @@ export function gigabytes(bytes: number): string {
   return value < 10 && value > 0 ? value.toFixed(1) : String(Math.round(value));
 }
 
+/** `12.3 GB`, in units of 1024, as on the service's pages. */
+export function bytes(count: number): string {
+  const units = ['bytes', 'kB', 'MB', 'GB', 'TB', 'PB'];
+  let [value, unit] = [count, 0];
+  while (value >= 1023.95 && unit < units.length - 1) {
+    [value, unit] = [value / 1024, unit + 1];
+  }
+  return `${unit ? value.toFixed(1) : value} ${units[unit]}`;
+}
+
+/** `1.2 GB read, 3.4 GB written`; nothing if neither is known. */
+export function both(first: number | null, done: string, second: number | null, also: string): string {
+  const parts: [number | null, string][] = [
+    [first, done],
+    [second, also]
+  ];
+  return parts.flatMap(([count, word]) => (count === null ? [] : `${bytes(count)} ${word}`)).join(', ');
+}
+
 /** `A100-80GB`, `2 × T4`, `1/4 of T4`, `No GPU`. */
 export function models(devices: IDevice[]): string {
   const counts = new Map<string, number>();

@@ -4,6 +4,7 @@ databases."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 
@@ -142,3 +143,38 @@ def test_kill_that_many_see_at_once_is_counted_and_told_once(services: Services)
     assert sorted(told) == [False] * 7 + [True]
     assert services.resources.totals_of([ada.id])[ada.id].memory_kills == 1
     assert len(services.notifications.notices_of("ada")) == 1
+
+
+@each_database
+def test_sums_are_by_every_name_of_a_lease_and_by_its_start(services: Services) -> None:
+    clock = Clock.of(services)
+    sampled: list[tuple[Lease, int]] = []
+    for number, (user, devices) in enumerate((("ada", 2), ("bob", 0), ("ada", 1)), 1):
+        lease = running(services, user, devices, f"s{number}")
+        sampled.append((lease, number))
+        clock.forward(hours=1)
+        services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
+    services.resources.record(
+        [
+            ContainerSample(it.id, "c", ResourceUse(cpu_seconds=10.0**n, memory_bytes=n * GB))
+            for it, n in sampled
+        ]
+    )
+    bounds = [T0, T0 + timedelta(hours=1), T0 + timedelta(hours=9)]
+
+    def sums(by: str) -> list[dict[str, tuple[float | None, int | None]]]:
+        found = services.resources.sums_between(bounds, by)
+        return [{name: tuple(it) for name, it in each.items()} for each in found]
+
+    first, bobs, second = (10.0, GB), (100.0, 2 * GB), (1000.0, 3 * GB)
+    assert sums("user") == [{"ada": first}, {"bob": bobs, "ada": second}]
+    assert sums("account") == [
+        {"member:ada": first},
+        {"member:bob": bobs, "member:ada": second},
+    ]
+    model = sampled[2][0].devices[0].model
+    assert sums("model") == [{model: first}, {"": bobs, model: second}]
+    assert sums("group") == [{"": first}, {"": (1100.0, 3 * GB)}]
+    assert sums("environment") == [{"pytorch": first}, {"pytorch": (1100.0, 3 * GB)}]
+    late = [T0 + timedelta(hours=9), T0 + timedelta(hours=10)]
+    assert services.resources.sums_between(late, "user") == [{}]
