@@ -159,7 +159,7 @@ def resource_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
     here = ResourceDuty(tick, {HERE: engine}, machine_of, poke)
     rounds: list[Round] = [
         (SAMPLE_SECONDS, "Use of resources", here.sample),
-        (KILLS_SECONDS, "Memory", here.look_for_kills),
+        (KILLS_SECONDS, "Out of memory", here.look_for_kills),
     ]
     delegate = tick.services.delegation.delegate
     if isinstance(delegate, SlurmDelegate):
@@ -167,7 +167,7 @@ def resource_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
         nodes = {x.name: DockerEngine(connector(x, PATIENCE_SECONDS)) for x in cluster.nodes}
         there = ResourceDuty(tick, nodes, partial(node_of, cluster, delegate.engine), poke)
         rounds += [
-            (SAMPLE_SECONDS, "Use of resources of nodes", there.sample),
-            (KILLS_SECONDS, "Memory of nodes", there.look_for_kills),
+            (SAMPLE_SECONDS, "Use of resources on nodes", there.sample),
+            (KILLS_SECONDS, "Out of memory on nodes", there.look_for_kills),
         ]
     return rounds

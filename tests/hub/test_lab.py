@@ -21,12 +21,14 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from gpuspawner.devices import repository as devices_repository
 from gpuspawner.devices.repository import SickLease
+from gpuspawner.engines.resource_use import ResourceUse
 from gpuspawner.leases import repository as leases_repository
 from gpuspawner.leases.models import Lease, LeaseState
 from gpuspawner.monitoring import repository as monitoring_repository
 from gpuspawner.monitoring.idle import IdleState
 from gpuspawner.monitoring.models import DeviceUse
 from gpuspawner.monitoring.repository import WatchedLease
+from gpuspawner.monitoring.resource_service import ContainerSample
 from gpuspawner.services import utcnow
 from tests.support.axe import troubles
 from tests.support.browser import complaints_of_ours, screenshot
@@ -71,6 +73,15 @@ environments:
     spawner_override:
       cmd: {[sys.executable, str(REPO / "tests/support/tiny_server.py")]}
 """
+
+USED = ResourceUse(
+    cpu_seconds=5400.0,
+    memory_bytes=5 * GB // 2,
+    memory_limit_bytes=32 * GB,
+    disk_read_bytes=3 * GB,
+    disk_written_bytes=GB // 2,
+    network_received_bytes=1536,
+)
 
 SCRIPT = {"0": {"use": 37, "used_bytes": 12 * GB}, "1": {"use": 0, "used_bytes": GB}}
 
@@ -226,6 +237,7 @@ def test_lab_shows_gpu_status_warnings_and_panel(
     """From a start without the accounting service to the server's stop."""
     rest(hub, lease)
     worked(hub, lease)
+    hub.services.resources.record([ContainerSample(lease.id, "container", USED)])
     told = ask(hub, token_of(lease), f"leases/{lease.id}/now").json()
     minutes = [minute["use_percent"] for minute in told["devices"][0]["minutes"]]
     assert minutes[:28] == [*range(41, 69)], "the first full minute of this lease, and no other's"
@@ -261,6 +273,13 @@ def test_lab_shows_gpu_status_warnings_and_panel(
     expect(panel).to_contain_text("12 of 80 GB")
     expect(panel.get_by_role("img", name="Utilization and memory in the last hour")).to_be_visible()
     expect(panel.locator("polyline.gpuspawner-use").first).to_be_visible()
+    for name, value in (
+        ("Memory", "2.5 GB of 32.0 GB"),
+        ("CPU time", "1 h 30 min"),
+        ("Disk", "3.0 GB read, 512.0 MB written"),
+        ("Network", "1.5 kB received"),
+    ):
+        expect(panel).to_contain_text(f"{name}{value}")
     assert troubles(page, within=".gpuspawner-panel") == []
     keep(page, "panel")
     extended = hub.services.leases.get(lease.id).ends_at

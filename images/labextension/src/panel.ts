@@ -151,7 +151,7 @@ function machine(usage: IUsage | null): HTMLElement[] {
   const memory = isLimited ? `${bytes(used)} of ${bytes(limit)}` : isKnown(used) ? bytes(used) : 'unknown';
   return [
     make('h3', '', 'Server'),
-    meter('Main memory', 'memory', memory, isLimited ? (100 * used) / limit : null),
+    meter('Memory', 'memory', memory, isLimited ? (100 * used) / limit : null),
     listOf([
       ['CPU time', isKnown(usage.cpu_seconds) ? span(1000 * usage.cpu_seconds) : ''],
       ['Disk', both(usage.disk_read_bytes, 'read', usage.disk_written_bytes, 'written')],
