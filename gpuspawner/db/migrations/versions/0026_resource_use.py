@@ -1,7 +1,7 @@
 """What the containers of leases use of CPU, memory, disk and network.
 
 Revision ID: 0026
-Revises: 0024
+Revises: 0025
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from alembic import op
 from gpuspawner.db.schema import UTCDateTime
 
 revision = "0026"
-down_revision = "0024"
+down_revision = "0025"
 
 
 def _figure(name: str) -> sa.Column[int]:

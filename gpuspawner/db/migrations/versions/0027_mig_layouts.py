@@ -1,7 +1,7 @@
 """MIG instances that gpuspawner makes, changes of a GPU's layout, and who has NVML open.
 
 Revision ID: 0027
-Revises: 0024
+Revises: 0026
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from alembic import op
 from gpuspawner.db.schema import UTCDateTime
 
 revision = "0027"
-down_revision = "0024"
+down_revision = "0026"
 
 
 def upgrade() -> None:
