@@ -93,8 +93,9 @@ class GPUDevices(LoggingConfigurable):
         UUID, and into how many equal slots each is divided. Up to 16; 1 is a device that is not
         shared. A UUID goes before a model, and the longer of two model names before the shorter.
 
-        Members take turns on such a device, and nothing keeps them from using more than their share
-        of its memory. A device gets another number of slots as soon as nobody uses it.
+        Members take turns on such a device, and nothing isolates them. The accounting service ends
+        programs that use more than their share of the memory while others are there. A device gets
+        another number of slots as soon as nobody uses it.
 
         Example::
 

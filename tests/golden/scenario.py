@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,7 @@ from gpuspawner.monitoring.models import DeviceUse
 from gpuspawner.monitoring.resource_service import ContainerSample
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
+from gpuspawner.sharing.memory_rules import Excess, LeasedProcess
 from gpuspawner.storage.repository import ARCHIVED
 from tests.support.brokers import Clock
 from tests.support.processes import wait_for
@@ -196,6 +198,7 @@ def situations(fresh: Open) -> Iterator[tuple[str, Services]]:
     yield from _idle(fresh)
     yield from _lost(fresh)
     yield from _disk(fresh)
+    yield from _gpu_memory(fresh)
     yield from _memory(fresh)
     yield from _sick(fresh)
     yield from _membership(fresh)
@@ -316,6 +319,28 @@ def _disk(fresh: Open) -> Iterator[tuple[str, Services]]:
         lease.id, written_bytes=11 * 10**9, limit_bytes=10**10, folders=folders[:1]
     )
     yield "its container was too full, with a folder", services
+
+
+def _gpu_memory(fresh: Open) -> Iterator[tuple[str, Services]]:
+    services, clock = fresh()
+    lease = start(services, clock, "ada")
+    process = LeasedProcess(lease.id, 4711, 30 * 2**30, "python")
+    excess = Excess(
+        lease_id=lease.id,
+        uuid=lease.uuids[0],
+        used_bytes=31 * 2**30,
+        share_bytes=20 * 2**30,
+        others=1,
+        process=process,
+    )
+    services.memory_guard.tell_of_excess(excess)
+    yield "its programs use more than its share of a GPU", services
+    clock.forward(minutes=1)
+    services.memory_guard.record_end(excess)
+    yield "a program that used more than its share was ended", services
+    clock.forward(minutes=1)
+    services.memory_guard.record_end(replace(excess, others=3, device_is_full=True))
+    yield "a program was ended because the GPU was nearly full", services
 
 
 def _memory(fresh: Open) -> Iterator[tuple[str, Services]]:
