@@ -25,6 +25,7 @@ from ..catalog.loader import Catalog
 from ..catalog.markdown import first_words, to_html
 from ..catalog.models import Environment
 from ..catalog.value_kinds import LOGO_TYPES
+from ..core.units import format_devices
 from ..devices.placement import format_memory
 from ..devices.snapshots import Overview, ShareCount
 from ..leases.models import SHARE, Request, Sharing
@@ -263,7 +264,8 @@ def said(outlook: Outlook, now: datetime, *, cpu_only: bool = False, what: str =
     if not outlook.total:
         return "No suitable GPU in service"
     plural = "" if outlook.total == 1 else "s"
-    free = f"{outlook.free} of {outlook.total} {what}{plural} free now"
+    free, total = map(format_devices, (outlook.free, outlook.total))
+    free = f"{free} of {total} {what}{plural} free now"
     if start := "" if outlook.at_once else outlook.start(now):
         return f"{free}, start {start}"
     return f"{free}, others wait" if outlook.ahead and not outlook.at_once else free

@@ -181,6 +181,7 @@ def plain(ticket: Ticket, ranked: RankedTicket, standing: QueuePosition) -> dict
         "server": ticket.server.name,
         "group": ticket.group,
         "devices": request.devices,
+        "sharing": request.sharing.value,
         "model": request.model,
         "memory_bytes": request.memory_bytes,
         "environment": request.environment,

@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -56,6 +57,8 @@ def test_card_and_form_state_the_expected_start() -> None:
     at = NOW + 22 * MINUTE
     found = busy(planned=at, latest=at)
     assert said(found, NOW) == "0 of 8 GPUs free now, start by 12:22 UTC at the latest"
+    parts = Outlook(Fraction(7, 4), 2, at_once=True)
+    assert said(parts, NOW) == "1 3/4 of 2 GPUs free now"
     assert sentence(found, NOW) == f"{CLOSE}Expected start: by 12:22 UTC at the latest."
     low, high = at.timestamp(), (at + 9 * MINUTE).timestamp()
     found = busy(estimate=Estimate(low, low, high), planned=at, latest=NOW + 60 * MINUTE)
