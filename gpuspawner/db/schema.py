@@ -424,7 +424,7 @@ mig_instances = Table(
     _words("uuid"),
     # Instances do not outlive the boot in which they were made.
     Column("boot_id", Text, nullable=False),
-    CheckConstraint("state IN ('wanted', 'made', 'unwanted')", name="mig_instances_state"),
+    CheckConstraint("state IN ('wanted', 'begun', 'made', 'unwanted')", name="mig_instances_state"),
 )
 _partial(
     "one_mig_instance_a_place",

@@ -20,6 +20,7 @@ layout_argument = argument(
 
 STATES = {
     RecordState.WANTED: "to be made",
+    RecordState.BEGUN: "to be made",
     RecordState.MADE: "made by gpuspawner",
     RecordState.UNWANTED: "to be destroyed",
 }

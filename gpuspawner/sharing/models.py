@@ -14,6 +14,8 @@ class RecordState(str, Enum):
 
     WANTED = "wanted"
     """It is to be made."""
+    BEGUN = "begun"
+    """It is being made: NVML says if it exists."""
     MADE = "made"
     UNWANTED = "unwanted"
     """It is to be destroyed."""

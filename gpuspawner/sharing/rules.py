@@ -88,9 +88,11 @@ def require_mig_mode(gpu: MIGState) -> None:
 def is_same(record: RecordedInstance, instance: MIGInstance, boot_id: str) -> bool:
     """Return True if an instance that exists is the recorded one.
 
-    One that is to be made, and is found at its place, was made by a process that ended before it
-    could record that: the place was empty when the record was written.
+    One that was begun, and is found at its place, was made by a process that was killed before it
+    could record that: the place was empty just before.
     """
+    if record.state is RecordState.WANTED and record.instance_id is None:
+        return False
     at_place = (record.profile_id, record.placement) == (instance.profile_id, instance.placement)
     if not at_place or record.boot_id != boot_id:
         return False
@@ -268,13 +270,14 @@ def records_of(
         RecordedInstance(each.profile.name, each.profile.id, each.placement, boot_id)
         for each in plan.create
     ]
-    # A command that a killed process left behind may still make what that process wanted.
+    # What a killed process had begun may have come after all.
     places = {(each.profile_id, each.placement) for each in [*made, *going, *wanted]}
     late = [
         replace(each, state=RecordState.UNWANTED, id=0)
         for each in records
         if each.boot_id == boot_id
         and each.instance_id is None
+        and each.state is not RecordState.WANTED
         and (each.profile_id, each.placement) not in places
     ]
     return [*going, *late, *made, *wanted]

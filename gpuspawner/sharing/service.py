@@ -355,6 +355,9 @@ class MIGService:
         found = self._find(gpu, record)
         if found is None:
             self._require_room(gpu, record)
+            record = replace(record, state=RecordState.BEGUN)
+            with self._step(gpu) as connection:
+                repository.update_instance(connection, record)
             said = self._run(gpu, "-cgi", f"{record.profile_id}:{record.placement.start}", "-C")
             found = self._find(gpu, record)
         if found is not None and not found.uuids:  # it is of no use without a compute instance

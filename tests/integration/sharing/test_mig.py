@@ -129,8 +129,9 @@ def test_place_that_is_taken_during_the_change_is_left(
 ) -> None:
     """The driver says "insufficient resources"; what is there decides."""
     drain(store)
-    machine.beside("dies_at").write_text("5")  # before the first call of nvidia-smi
-    assert machine.run("apply", "0", LAYOUT)[0] == KILLED
+    machine.beside("dies_at").write_text("5")  # the layout is recorded, and nothing begun
+    assert machine.run("apply", "0", "7g.40gb")[0] == KILLED
+    assert recorded(store) == [("7g.40gb", 0, "wanted")]
     machine.smi("0", "-cgi", "7g.40gb:0", "-C")
     code, said = machine.run("apply", "0", LAYOUT)
     assert code == 1

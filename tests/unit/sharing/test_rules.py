@@ -262,8 +262,10 @@ def test_instance_that_lost_its_compute_instance_is_still_ours() -> None:
     assert own(state, record("3g.20gb", 4, instance_id=1, uuid="MIG-1")) == {1}
 
 
-def test_wanted_instance_that_is_there_was_made_by_a_killed_process() -> None:
-    assert own(gpu(instance(3, "1g.5gb", 2)), record("1g.5gb", 2)) == {3}
+def test_only_an_instance_that_was_begun_may_be_ours_before_it_is_recorded() -> None:
+    state = gpu(instance(3, "1g.5gb", 2))
+    assert own(state, record("1g.5gb", 2, state=RecordState.BEGUN)) == {3}
+    assert own(state, record("1g.5gb", 2)) == set()
 
 
 def records_after(
@@ -274,20 +276,20 @@ def records_after(
     return rules.records_of(found, before, mine, BOOT)
 
 
-def test_what_a_killed_process_wanted_is_destroyed_if_it_appears_late() -> None:
-    late = record("4g.20gb", 0)
+def test_what_a_killed_process_began_is_destroyed_if_it_appears_late() -> None:
+    late = record("4g.20gb", 0, state=RecordState.BEGUN)
     assert records_after(gpu(), "1g.5gb", late) == [
         replace(late, state=RecordState.UNWANTED),
-        record("1g.5gb", 0),
+        record("1g.5gb", 6),
     ]
-    assert records_after(gpu(), "4g.20gb", late) == [late]
+    assert records_after(gpu(), "4g.20gb", late) == [record("4g.20gb", 0)]
+    assert records_after(gpu(), "none", record("4g.20gb", 0)) == []
 
 
 def test_unfinished_instance_is_to_be_finished() -> None:
     state = gpu(instance(2, "4g.20gb", 0, finished=False))
-    assert records_after(state, "4g.20gb", record("4g.20gb", 0)) == [
-        record("4g.20gb", 0, instance_id=2)
-    ]
+    begun = record("4g.20gb", 0, state=RecordState.BEGUN)
+    assert records_after(state, "4g.20gb", begun) == [record("4g.20gb", 0, instance_id=2)]
 
 
 def test_restart_leaves_everything_to_be_made_again() -> None:

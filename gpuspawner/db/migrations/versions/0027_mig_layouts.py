@@ -44,7 +44,9 @@ def upgrade() -> None:
         sa.Column("instance_id", sa.Integer(), nullable=True),
         sa.Column("uuid", sa.Text(), server_default=sa.text("''"), nullable=False),
         sa.Column("boot_id", sa.Text(), nullable=False),
-        sa.CheckConstraint("state IN ('wanted', 'made', 'unwanted')", name="mig_instances_state"),
+        sa.CheckConstraint(
+            "state IN ('wanted', 'begun', 'made', 'unwanted')", name="mig_instances_state"
+        ),
         sa.PrimaryKeyConstraint("id"),
     )
     is_kept = sa.text("state != 'unwanted'")
