@@ -14,6 +14,7 @@ import requests
 from docker.errors import APIError, DockerException, NotFound
 
 from ..core.errors import AnotherEngine, EngineUnavailable
+from ..core.units import format_bytes
 from ..leases.models import Lease, LeaseState, ServerRef, Sighting
 from .base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
 from .files import MountedWorkspace, remove_leftovers
@@ -388,6 +389,8 @@ def sighting_of(container: dict[str, Any]) -> Sighting:
         detail = f"exit code {state.get('ExitCode')}"
         if out_of_memory:
             detail += ", out of memory"
+            if limit := container["HostConfig"].get("Memory"):
+                detail += f" (limit {format_bytes(limit)})"
         if state.get("Error"):
             detail += f", {state['Error']}"
     return Sighting(

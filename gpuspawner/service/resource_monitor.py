@@ -51,6 +51,8 @@ class ResourceDuty(TickDuty):
         super().__init__(tick, poke)
         self._machine_of = machine_of
         self._machines = {name: _Machine(self, name, it) for name, it in engines.items()}
+        self._looks: dict[str, asyncio.Task[None]] = {}
+        """Unfinished looks for kills, by machine."""
 
     async def sample(self) -> None:
         """Sample every container once. Raises StoreUnavailable."""
@@ -63,10 +65,14 @@ class ResourceDuty(TickDuty):
     async def look_for_kills(self) -> None:
         """Tell the members whose programs the system ended. Raises StoreUnavailable."""
         leases = await self._leases()
-        rounds = (machine.look(leases[name]) for name, machine in self._machines.items())
-        for error in await asyncio.gather(*rounds, return_exceptions=True):
-            if error is not None:
-                raise error
+        for name, machine in self._machines.items():
+            if name not in self._looks:
+                self._looks[name] = asyncio.ensure_future(machine.look(leases[name]))
+        if self._looks:
+            await asyncio.wait(self._looks.values(), timeout=ROUND_SECONDS)
+        done = [self._looks.pop(name) for name, task in list(self._looks.items()) if task.done()]
+        for task in done:
+            task.result()
 
     async def _leases(self) -> dict[str, list[Lease]]:
         """Return the open leases with a container, by machine."""
@@ -83,7 +89,7 @@ class _Machine:
     def __init__(self, duty: ResourceDuty, name: str, engine: DockerEngine) -> None:
         self._duty = duty
         self._engine = engine
-        self._part = f"Resources of {name}"
+        self._resources, self._memory = f"Resources of {name}", f"Memory of {name}"
         self._sampling: dict[str, asyncio.Task[ContainerSample | None]] = {}
         """Unfinished samples, by lease id."""
         self._gate = asyncio.Semaphore(AT_ONCE)
@@ -103,18 +109,23 @@ class _Machine:
         done = {name: task for name, task in self._sampling.items() if task.done()}
         for name in done:
             del self._sampling[name]
-        return [sample for task in done.values() if (sample := task.result())]
+        samples, failed = [], None
+        for task in done.values():
+            try:
+                samples.append(task.result())
+            except EngineUnavailable as error:
+                failed = error
+        if failed is not None:
+            self._duty.tick.trouble(self._resources, failed)
+        elif samples:
+            self._duty.tick.well(self._resources)
+        return [sample for sample in samples if sample]
 
     async def _sample_one(self, lease: Lease) -> ContainerSample | None:
-        """Return what a lease's container uses; None if it does not run or that is unknown."""
+        """Return what a lease's container uses; None if it is not running."""
         ref = lease.engine_ref
-        try:
-            async with self._gate:
-                use = await _in_thread(lambda: self._engine.resource_use(ref))
-        except EngineUnavailable as error:
-            self._duty.tick.trouble(self._part, error)
-            return None
-        self._duty.tick.well(self._part)
+        async with self._gate:
+            use = await _in_thread(lambda: self._engine.resource_use(ref))
         return ContainerSample(lease.id, ref, use) if use else None
 
     async def look(self, leases: Collection[Lease]) -> None:
@@ -135,7 +146,9 @@ class _Machine:
                 await self._note(lease_id, container_id, some)
             self._known, self._waiting = kills - waiting, waiting
         except EngineUnavailable as error:
-            self._duty.tick.trouble(self._part, error)
+            self._duty.tick.trouble(self._memory, error)
+        else:
+            self._duty.tick.well(self._memory)
 
     async def _note(self, lease_id: str, container_id: str, kills: Collection[MemoryKill]) -> None:
         use = await _in_thread(lambda: self._engine.resource_use(container_id))

@@ -272,7 +272,9 @@ def ending(container: Mapping[str, Any]) -> str:
     if state["Running"]:
         return ""
     if state.get("OOMKilled"):
-        return "it ran out of memory"
+        limit = container["HostConfig"].get("Memory")
+        told = f" (its limit is {format_bytes(limit)})" if limit else ""
+        return f"it ran out of memory{told}"
     return f"it exited at once with code {state['ExitCode']}"
 
 

@@ -141,6 +141,7 @@ async def test_run_that_ended_by_it_says_so(
     duty = duty_of(services, hub, clean_engine)
     wait_for(docker.memory_kills, "the engine's event")
     await duty.look_for_kills()
+    assert "exit code 137, out of memory (limit 64.0 MB)" in {x.detail for x in docker.sightings()}
     await RunDuty(make_tick(services, hub, docker)).round()
     ended = services.runs.get(run.id)
     assert ended.state is RunState.FAILED
