@@ -102,7 +102,8 @@ def parts(lease: Lease) -> Iterator[tuple[Key, LeaseUse]]:
         lasted = (lease.ended_at - lease.started_at) // timedelta(microseconds=1)
         for device in lease.devices:
             name = json.dumps([device.model, lease.group])
-            yield Key(MODEL_AND_GROUP, PER_EVER, EPOCH, name), LeaseUse(micros=lasted)
+            micros = int(lasted * device.share)
+            yield Key(MODEL_AND_GROUP, PER_EVER, EPOCH, name), LeaseUse(micros=micros)
 
 
 def add_up(connection: sa.Connection, most: int = LEASES_AT_ONCE) -> int:

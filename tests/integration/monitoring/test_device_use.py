@@ -20,7 +20,8 @@ import pytest
 
 from gpuspawner.devices.simulated import SimulatedDevices
 from gpuspawner.devices.source import SamplingSource
-from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState
+from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState, Sharing
+from gpuspawner.monitoring.metrics import HubCollector
 from gpuspawner.monitoring.models import HOUR, MINUTE, DeviceUse
 from gpuspawner.monitoring.repository import LeaseUtilization
 from gpuspawner.monitoring.service import MonitoringService
@@ -366,3 +367,26 @@ def test_unmeasured_time_counts_as_neither_busy_nor_idle(services: Services, clo
     assert set(found) == {"ada"}, "neither who has no GPU, nor whose server never started"
     assert seconds(found["ada"]) == (7200, 0, 0)
     assert found["ada"].rested == 0
+
+
+@each_database
+def test_slot_holds_its_part_of_the_time_and_is_not_measured(make: Make, clock: Clock) -> None:
+    services = make(opening_grant=1000, device_source="simulated:2xT4", shared_devices={"T4": 3})
+    slot = running(services, "anna", sharing=Sharing.SLOT)
+    whole = running(services, "bert")
+    assert slot.uuids != whole.uuids
+    clock.forward(hours=1)
+    uuids = (*slot.uuids, *whole.uuids)
+    services.monitoring.remember_use([minute(n, uuid) for n in range(60) for uuid in uuids])
+    found = {x.lease_id: x for x in services.monitoring.worked_between(T0, clock.now)}
+    assert seconds(found[slot.id]) == (1200, 0, 0), "others may have worked there"
+    assert seconds(found[whole.id]) == (3600, 3600, 1800)
+    services.leases.release(slot.id, ended_at=clock.forward(seconds=7), reason="stopped")
+    bounds = [T0, T0 + timedelta(seconds=1000), clock.now]
+    parts = services.reports.use_by(bounds, "user")
+    assert sum(part["anna"].micros for part in parts) == 3607 * 1_000_000 // 3
+    assert parts[0]["anna"].gpu_seconds == 333 and parts[0]["bert"].gpu_seconds == 1000
+    metrics = HubCollector(services).collect()
+    used = next(metric for metric in metrics if metric.name == "gpuspawner_gpu_seconds")
+    total = next(sample.value for sample in used.samples)
+    assert total == pytest.approx(3607 + 3607 / 3)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
-from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
+from gpuspawner.core.errors import CannotExtend, NoDeviceFree, TooMuchAsked
 from gpuspawner.leases.models import Lease, Request, ServerRef, Sharing, Terms
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
@@ -186,3 +187,41 @@ def test_preemptible_runs_yield_all_slots_of_a_device(make: Make, clock: Clock) 
     assert turns(services) == []
     assert sum(bool(lease.yields_at) for lease in services.leases.open_leases()) == 1
     assert services.positions.standings()[slot.id].latest is not None
+
+
+def test_extension_of_a_slot_that_delays_a_whole_request_is_refused(
+    make: Make, clock: Clock
+) -> None:
+    services = make(device_source="simulated:1xT4", shared_devices={"T4": 4})
+    first, second = leased(services, "ada", seconds=7200), leased(services, "bob")
+    clock.forward(minutes=10)
+    services.extensions.extend(first.id, actor="ada")
+    ticket = waits(services, "wanda", Sharing.WHOLE)
+    ends_at = services.leases.get(first.id).ends_at
+    assert services.positions.standings()[ticket.id].latest == ends_at
+    clock.forward(minutes=10)
+    with pytest.raises(CannotExtend, match="1 member waits for this GPU and would start later"):
+        services.extensions.extend(first.id, actor="ada")
+    longer = services.extensions.extend(second.id, actor="bob").ends_at
+    assert longer == clock.now + timedelta(hours=1) < ends_at, "it delays nobody"
+
+
+def test_past_slots_teach_estimates_of_all_shared_devices(make: Make, clock: Clock) -> None:
+    services = make(**TWO)
+    for number in range(8):
+        leased(services, f"m{number}")
+    for number in range(80):
+        waits(services, f"w{number}")
+        services.positions.store_estimates()
+        clock.forward(minutes=9)
+        release(services, services.leases.open_leases()[0])
+        start_all(services)
+    ticket = waits(services, "zoe")
+    fresh = make(**TWO)  # learns from what is stored
+    for known in (services, fresh):
+        known.positions.sync()
+        waiting = known.line.scheduler.waiting[ticket.id]
+        assert (waiting.devices, len(waiting.kinds)) == (Fraction(1, 4), 2)
+        now = clock.now.timestamp()
+        estimate = known.line.estimator.guess(waiting, now, Fraction(1, 4))
+        assert estimate is not None and now + 60 < estimate.likely < now + 3600
