@@ -204,7 +204,7 @@ def test_batch_job_metrics_are_grouped_by_model(services: Services) -> None:
     )
     seen = read(site)
     for model, seconds, jobs in (
-        (A100, 2 * 3600 + 600 + 3 * 60, 3),
+        (A100, 2 * 3600 + 600 + 3 * 60 / 4, 3),
         (H100, 60, 1),
         ("several models", 120, 1),
     ):
