@@ -330,7 +330,8 @@ def texts(places: Iterable[Slot]) -> frozenset[str]:
 class PlacementIndex:
     """All devices and their links, prepared for many questions with changing taken slots.
 
-    With ``slots_only``, every request is for a slot of its device. Immutable apart from its caches:
+    With ``slots_only``, every request is for a slot of its device: an external scheduler decides
+    which. Immutable apart from its caches:
     what depends on devices and links alone is calculated once, and between two choices only what
     changed. Taken slots are given as texts (see :func:`texts`), so
     that Python's own sets do most of the work for a thousand devices: a choice takes a twentieth of

@@ -191,16 +191,18 @@ def reopen_ticket(connection: sa.Connection, ticket_id: str) -> bool:
     return True
 
 
-def insert(connection: sa.Connection, lease: Lease) -> None:
+def insert(connection: sa.Connection, lease: Lease, *, one_slot_a_device: bool = True) -> None:
     """Insert a lease with its slots.
 
-    Raises ServerHasLease or NoDeviceFree if the database's constraints forbid it; the caller must
-    then roll the transaction back.
+    ``one_slot_a_device``: the database refuses a second slot of a member on one device. Raises
+    ServerHasLease or NoDeviceFree if the database's constraints forbid it; the caller must then
+    roll the transaction back.
     """
     row = {name: getattr(lease, name) for name in _LEASE_FIELDS}
     row |= {"user": lease.server.user, "server_name": lease.server.name}
     row["state"] = lease.state.value
-    places = [row for device in lease.devices for row in _place_rows(lease, device)]
+    sharer = lease.server.user if one_slot_a_device else None
+    places = [row for device in lease.devices for row in _place_rows(lease.id, device, sharer)]
     try:
         connection.execute(sa.insert(leases), row)
         if places:
@@ -214,11 +216,13 @@ def insert(connection: sa.Connection, lease: Lease) -> None:
         raise
 
 
-def _place_rows(lease: Lease, device: LeasedDevice) -> Iterator[dict[str, Any]]:
+def _place_rows(
+    lease_id: str, device: LeasedDevice, sharer: str | None
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of a leased device: one for each slot, of which the first one counts."""
     row = {name: getattr(device, name) for name in _PLACE_FIELDS}
-    row |= {"lease_id": lease.id, "open": True}
-    yield row | {"sharer": lease.server.user if device.is_shared else None}
+    row |= {"lease_id": lease_id, "open": True}
+    yield row | {"sharer": sharer if device.is_shared else None}
     for slot in range(1, device.held_slots):
         yield row | {"slot": slot, "held_slots": 0, "sharer": None}
 

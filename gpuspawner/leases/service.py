@@ -176,8 +176,10 @@ class LeaseService:
                 )
             fleet = look.fleet
             is_slot = fleet.is_for_slot(request)
-            shared = repository.shared_by(connection, server.user) if is_slot else ()
-            places = fleet.choose(request, taken | kept if kept else taken, shared=shared)
+            own: Collection[str] = ()
+            if is_slot and not fleet.slots_only:  # an external scheduler gives several of a device
+                own = repository.shared_by(connection, server.user)
+            places = fleet.choose(request, taken | kept if kept else taken, shared=own)
             devices = tuple(_leased(each, fleet.by_uuid[each.uuid], is_slot) for each in places)
             if look.can_be_shared:
                 self.devices.require_same_slots(connection, devices)
@@ -206,7 +208,7 @@ class LeaseService:
             engine_id=self.engine_ids.get(terms["engine"], ""),
             **terms,
         )
-        repository.insert(connection, lease)
+        repository.insert(connection, lease, one_slot_a_device=not look.fleet.slots_only)
         if known.kept:
             repository.go_on_resting(connection, lease)
         return lease
