@@ -14,8 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support import processes
+from tests.support import c_library, processes
 from tests.support.processes import REPO, as_root
+
+REGISTERS = Path(__file__).with_name("uml_registers.c")
 
 MOUNT = "/run/xfs"
 """Where the file system is inside."""
@@ -25,6 +27,7 @@ DISK_BYTES = 400 * 2**20
 
 INIT = """#!/bin/sh
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+export GLIBC_TUNABLES=glibc.cpu.hwcaps=-AVX512F,-AVX512VL,-AVX512BW,-AVX512CD,-AVX512DQ
 cd {repo}
 {{
     mount -t proc proc /proc && mount -t sysfs sys /sys && mount -t tmpfs run /run &&
@@ -49,9 +52,10 @@ def run_on_xfs(module: str, folder: Path, timeout: float = 400.0) -> Any:
     words = ["mem=384M", "root=/dev/root", "rootfstype=hostfs", "rootflags=/", "rw", "quiet"]
     words += [f"init={init}", f"ubdb={disk}", "con=null", "con0=null,fd:1"]
     environment = {**os.environ, "PATH": processes.system_path(), "TMPDIR": str(folder)}
+    library = c_library.compiled("libuml_registers.so", REGISTERS)
     try:
         done = subprocess.run(
-            as_root(["linux.uml", *words]),
+            as_root(["env", f"LD_PRELOAD={library}", "linux.uml", *words]),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
