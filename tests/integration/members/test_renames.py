@@ -66,6 +66,7 @@ WITHOUT_NAMES = {
     "refill_runs": "refill_id",
     "refills": "id mode reason rule zone",
     "renames": "kept",
+    "resource_use": "container_id lease_id",
     "roster": "course groups",
     "runs": "after_lease id key options outcome reason sweep title work",
     "schedules": "cron id key options title work zone",
