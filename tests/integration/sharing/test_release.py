@@ -18,6 +18,7 @@ from gpuspawner.devices import repository as devices_repository
 from gpuspawner.devices.closures import MIG, Closure
 from gpuspawner.devices.models import Device, Inventory
 from gpuspawner.leases import repository as leases_repository
+from gpuspawner.leases.models import Slot
 from gpuspawner.services import Services
 from gpuspawner.sharing import repository
 from gpuspawner.sharing.models import MIGChange
@@ -26,6 +27,7 @@ from tests.support.nvml.divided import DividedMachine, dividable
 from tests.support.parts import each_database
 
 UUID = dividable().uuid
+GPU_CLOSED, MIG_CLOSED = Slot.closure("GPU-1").text, Slot.closure("MIG-1").text
 HOLDER = "import pynvml; pynvml.nvmlInit(); print('open', flush=True); input()"
 
 
@@ -152,13 +154,13 @@ def test_instance_is_closed_as_its_gpu_is(store: Store) -> None:
     assert closed() == ({}, frozenset())
     with store.write() as connection:
         repository.put_change(connection, MIGChange("GPU-1", "1g.5gb", now, now, this_process()))
-    assert closed() == ({"MIG-1": MIG}, {"MIG-1:0"})
+    assert closed() == ({"MIG-1": MIG}, {MIG_CLOSED})
     with store.write() as connection:
         closures.close(connection, Closure("GPU-1", now, "kim", ""))
-    assert closed() == ({"GPU-1": "kim", "MIG-1": "kim"}, {"GPU-1:0", "MIG-1:0"})
+    assert closed() == ({"GPU-1": "kim", "MIG-1": "kim"}, {GPU_CLOSED, MIG_CLOSED})
     with store.write() as connection:
         repository.end_change(connection, "GPU-1")
-    assert closed() == ({"GPU-1": "kim", "MIG-1": "kim"}, {"GPU-1:0", "MIG-1:0"})
+    assert closed() == ({"GPU-1": "kim", "MIG-1": "kim"}, {GPU_CLOSED, MIG_CLOSED})
     services = Services(config_of(database_url=store.url, device_source="nvml"))
     with pytest.raises(Refused, match="It is closed because its GPU is"):
         services.devices.undrain("MIG-1", actor="kim")
