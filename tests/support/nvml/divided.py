@@ -36,7 +36,7 @@ for line in sys.stdin:
         now = datetime.now(timezone.utc)
         print(sorted(each.uuid for each in sampler.sample(now, time.monotonic())), flush=True)
     elif line.startswith("release "):
-        services.leases.give_up(line.split()[1], "its start failed")
+        services.leases.release(line.split()[1], reason="its start failed", failed=True)
         print("done", flush=True)
     else:
         try:
