@@ -49,7 +49,16 @@ from .value_kinds import (
     beside,
 )
 
-OWN_KEYS = ("image", "environment", "mem_limit", "cpu_limit", "shm_size", "default_url")
+OWN_KEYS = (
+    "image",
+    "environment",
+    "mem_limit",
+    "mem_guarantee",
+    "cpu_limit",
+    "cpu_guarantee",
+    "shm_size",
+    "default_url",
+)
 """Traits that an environment sets with a key of the same name."""
 
 _DEVICES = "the lease decides which devices a server gets"
@@ -157,7 +166,9 @@ class ProfileChoice(_ServerSettings):
     """Taken unless a member chooses."""
     image: ImageName = ""
     mem_limit: Size | None = None
+    mem_guarantee: Size | None = None
     cpu_limit: Positive | None = None
+    cpu_guarantee: Positive | None = None
     shm_size: Size | None = None
     first_page: FirstPage = ""
     default_url: ServerPath = Field(default_factory=_first_page_of)
@@ -298,9 +309,13 @@ class Environment(_ServerSettings):
     allowed_groups: Groups | None = None
     """Members of any of these groups may use it. Without it: everyone."""
     mem_limit: Size | None = None
-    """Memory of a server."""
+    """The most memory of a server."""
+    mem_guarantee: Size | None = None
+    """Memory that is kept free for a server while it runs."""
     cpu_limit: Positive | None = None
-    """CPU cores of a server."""
+    """The most CPU cores of a server."""
+    cpu_guarantee: Positive | None = None
+    """CPU cores that are kept free for a server while it runs."""
     shm_size: Size | None = None
     """/dev/shm of a server."""
     first_page: FirstPage = ""

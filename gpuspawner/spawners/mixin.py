@@ -1049,7 +1049,7 @@ class GPUSpawnerMixin(Spawner):
 
     def apply_environment(self, environment: Environment) -> None:
         """Set the spawner's traits from the chosen environment."""
-        for trait in ("mem_limit", "cpu_limit"):
+        for trait in ("mem_limit", "mem_guarantee", "cpu_limit", "cpu_guarantee"):
             if (value := getattr(environment, trait)) is not None:
                 setattr(self, trait, value)
         # /lab is also the default of an environment, which must not override the admin.
