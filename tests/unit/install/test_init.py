@@ -124,7 +124,9 @@ def test_image_below_a_folder_is_written_without_programs(root: Path) -> None:
     assert done.code == 0
     assert texts_below(root).keys() >= {CONFIG, HUB_UNIT, ENVIRONMENT}
     assert "No program was run" in done.output and "Made" not in done.output
-    assert f"ExecStart={BIN}/jupyterhub -f {CONFIG}" in texts_below(root)[HUB_UNIT]
+    unit = texts_below(root)[HUB_UNIT].splitlines()
+    restore = unit.index(f"ExecStartPre=-+{BIN}/gpuspawner mig -f {CONFIG} restore")
+    assert restore < unit.index(f"ExecStart={BIN}/jupyterhub -f {CONFIG}")
     assert "Nothing to change" in init(root).output
 
 

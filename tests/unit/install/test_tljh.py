@@ -153,7 +153,9 @@ def test_another_run_of_the_installer_keeps_what_an_admin_edited(root: Path, con
     list(tljh.set_up(FileTree(root), host))
     texts = texts_below(root)
     assert {path: texts[path] for path in edited} == edited
-    assert "PrivateDevices=no" in texts[DROP_IN].splitlines()
+    drop_in = texts[DROP_IN].splitlines()
+    assert "PrivateDevices=no" in drop_in
+    assert f"ExecStartPre=-{COMMAND} mig restore" in drop_in
     assert f'-f {config} "${{@:2}}"' in texts[COMMAND]
     assert host.commands[before:] == [
         "systemctl daemon-reload",
