@@ -559,7 +559,7 @@ class RunCalls:
             directory: The working directory, relative to the workspace.
             title: Its title in lists; by default, the program or the notebook.
             options: What it needs, as for the start of a server: ``environment``, ``gpus``,
-                ``gpu_model``, ``hours``, ``account`` and so on.
+                ``gpu_model``, ``gpu_memory``, ``hours``, ``account`` and so on.
             requeue: Begin again if the hub interrupts it, at most three times.
             preemptible: Run for less, on GPUs that nobody else can use, and yield them to others.
             key: An idempotency key. Submitting again with it returns the first run. By default, a

@@ -297,7 +297,7 @@ class Environment(_ServerSettings):
     models: DeviceModels = ()
     """Only these GPU models: parts of their names, such as A100. Without it: any."""
     min_memory: DeviceMemory = 0
-    """Least memory of each GPU, as on its box."""
+    """Least memory of each GPU, as on its box. A member can ask for more with gpu_memory."""
     min_driver: Version = ""
     """The oldest NVIDIA driver that it runs on, such as '550.54', in quotes."""
     min_cuda: Version = ""

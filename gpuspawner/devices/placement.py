@@ -9,8 +9,9 @@ In this order:
   2. Devices of one lease are distinct and of one model, so that a job runs evenly on all of them.
      A shared device is leased as the only one: the queue keeps one free of new slots until it is
      empty, and several at once could stay half empty for long.
-  3. For a slot, devices in use go before empty ones, so that whole devices stay free. Then the
-     tightest fit wins: the least memory that suffices, so that large devices stay free.
+  3. For a slot, devices in use go before empty ones, so that whole devices stay free; a request by
+     memory gets the smallest slot instead. Then the tightest fit wins: the least memory that
+     suffices, so that large devices stay free.
   4. Of several equal fits: for N devices the best connected ones; for a single device the one that
      the other free devices miss least.
   5. Ties go to the lowest index, so that the same question always has the same answer.
@@ -203,10 +204,15 @@ def _why_no_slot_suits(request: Request, existing: list[Device]) -> str:
     return f"No {wanted} GPU is shared on this hub. Shared are {_fleet(shared)}."
 
 
-def format_memory(memory_bytes: int) -> str:
-    """Format bytes as people name a GPU's memory: ``80 GB`` for 80 GiB and for 80 x 10^9 bytes."""
+def gigabytes(memory_bytes: int) -> int:
+    """Return the GB of a GPU's memory as people name it: 80 for 80 GiB and for 80 x 10^9 bytes."""
     gib, rest = divmod(memory_bytes, 2**30)
-    return f"{memory_bytes // 10**9 if rest else gib} GB"
+    return memory_bytes // 10**9 if rest else gib
+
+
+def format_memory(memory_bytes: int) -> str:
+    """Format :func:`gigabytes`: ``80 GB``."""
+    return f"{gigabytes(memory_bytes)} GB"
 
 
 def _who_has_them(request: Request, total: int, counts: Mapping[str, int], most_free: int) -> str:
@@ -331,11 +337,12 @@ class PlacementIndex:
     """All devices and their links, prepared for many questions with changing taken slots.
 
     With ``slots_only``, every request is for a slot of its device: an external scheduler decides
-    which. Immutable apart from its caches:
-    what depends on devices and links alone is calculated once, and between two choices only what
-    changed. Taken slots are given as texts (see :func:`texts`), so
-    that Python's own sets do most of the work for a thousand devices: a choice takes a twentieth of
-    a millisecond. Thread-safe.
+    which.
+
+    What depends on devices and links alone is calculated once, and between two choices only what
+    changed. Taken slots are given as texts (see :func:`texts`), so that Python's own sets do most
+    of the work: with a thousand devices, a choice takes a twentieth of a millisecond. Immutable
+    apart from its caches, and thread-safe.
     """
 
     def __init__(
@@ -432,11 +439,13 @@ class PlacementIndex:
         others = [device for device in candidates if device.uuid not in shared]
         if not others:
             raise no_slot_free(request, matching, candidates, list(map(Slot.from_text, taken)))
-        best = min(
-            others,
-            key=lambda d: (left[d.uuid] == d.slots, d.memory_bytes, left[d.uuid], _by_index(d)),
-        )
-        return _left(best, taken)[0]
+
+        def preference(device: Device) -> tuple[int, bool, int, int, tuple[int, str]]:
+            share = device.memory_bytes // device.slots if request.smallest else 0
+            count = left[device.uuid]
+            return share, count == device.slots, device.memory_bytes, count, _by_index(device)
+
+        return _left(min(others, key=preference), taken)[0]
 
     def _now(self, taken: frozenset[str]) -> _Free:
         """Return what is free, derived from the last answer if that is nearly the same."""

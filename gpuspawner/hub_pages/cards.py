@@ -31,7 +31,7 @@ from ..devices.snapshots import Overview, ShareCount
 from ..leases.models import SHARE, Request, Sharing
 from ..ledger.rules import format_time_left
 from ..queue.positions import Outlook
-from .prices import MOST_CHOICES, PriceList, Tables, group_alike
+from .prices import MOST_CHOICES, MemoryChoice, PriceList, Tables, choice_key, group_alike
 
 MOST_CELLS = 200
 MOST_TEXT = 20_000
@@ -438,22 +438,28 @@ def wait_tables(
     models: Sequence[str],
     ask: Ask,
     now: datetime,
+    by_memory: Mapping[str, Sequence[MemoryChoice]] | None = None,
 ) -> Tables[str]:
-    """Return a sentence on the wait for each choice of the form, by ``gpus|model``.
+    """Return a sentence on the wait for each choice of the form.
 
     ``ask`` returns how requests would fare, as
-    :meth:`gpuspawner.queue.positions.PositionService.outlooks` does.
+    :meth:`gpuspawner.queue.positions.PositionService.outlooks` does. With ``by_memory``, the
+    answer is about these choices in place of the ``counts`` and ``models``, by slug.
     """
     alike = group_alike(
         (e for e in environments if not e.cpu_only),
         lambda e: (e.devices, e.models, e.min_memory, e.sharing),
     )
-    if len(alike) * len(counts) * (1 + len(models)) > MOST_CHOICES:
+    choices = [
+        list(product(counts, ["", *models], [0])) if by_memory is None else by_memory[some[0].slug]
+        for some in alike
+    ]
+    if sum(map(len, choices)) > MOST_CHOICES:
         return Tables({}, ())
     requests = {
-        f"{at}|{count}|{model}": _request(some[0], count, model)
+        f"{at}|{choice_key(*choice)}": _request(some[0], *choice)
         for at, some in enumerate(alike)
-        for count, model in product(counts, ["", *models])
+        for choice in choices[at]
     }
     outlooks = ask({name: request for name, request in requests.items() if request.devices})
     tables: list[dict[str, str]] = [{} for _ in alike]
@@ -474,7 +480,7 @@ def sentence(outlook: Outlook, now: datetime) -> str:
     return "Not enough are free now. You would wait in the queue."
 
 
-def _request(environment: Environment, count: int | str, model: str) -> Request:
+def _request(environment: Environment, count: int | str, model: str, memory: int = 0) -> Request:
     """Return the request of a choice of the form; one without devices if nobody can have it."""
     is_share = isinstance(count, str)
     devices = 1 if isinstance(count, str) else count
@@ -486,5 +492,6 @@ def _request(environment: Environment, count: int | str, model: str) -> Request:
         sharing=Sharing.SLOT if is_share else Sharing.WHOLE,
         model=model or None,
         models=environment.models,
-        memory_bytes=environment.min_memory,
+        memory_bytes=max(environment.min_memory, memory * 10**9),
+        smallest=memory > 0,
     )

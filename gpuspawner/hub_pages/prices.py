@@ -14,7 +14,7 @@ from ..catalog.models import Environment
 from ..core.times import deadline
 from ..core.units import format_credits, format_price
 from ..devices.models import model_matches
-from ..devices.placement import format_memory
+from ..devices.placement import format_memory, gigabytes
 from ..devices.slots import shared_with
 from ..devices.snapshots import COUNTED, ModelCount, Overview, ShareCount
 from ..ledger.credit_policy import SESSION, AccountRunway, CreditPolicy, planned_end
@@ -91,7 +91,7 @@ class Tables(Generic[T]):
     of: dict[str, int]
     """The index of an environment's table in ``tables``, by slug."""
     tables: tuple[dict[str, T], ...]
-    """By the form's ``gpus|model``; ``model`` is empty for any."""
+    """By the form's choice, as :func:`choice_key` writes it; ``model`` is empty for any."""
 
     @classmethod
     def shared(
@@ -105,6 +105,15 @@ class Tables(Generic[T]):
         """Return the entry for one choice; None if there is none."""
         number = self.of.get(environment.slug)
         return None if number is None else self.tables[number].get(choice)
+
+
+MemoryChoice = tuple[int | str, str, int]
+"""A number of GPUs or a share, a model, and the least GB of memory; 0 is any amount."""
+
+
+def choice_key(gpus: int | str, model: str, memory: int = 0) -> str:
+    """Return the key of a choice in :class:`Tables`: ``gpus|model``, or ``gpus|model|memory``."""
+    return f"{gpus}|{model}|{memory}" if memory else f"{gpus}|{model}"
 
 
 class PriceList:
@@ -261,43 +270,66 @@ class PriceList:
         hours: Sequence[tuple[str, float]] = (),
         usual_hours: Mapping[str, float | None] | None = None,
         lead: timedelta = timedelta(0),
+        by_memory: Mapping[str, Sequence[MemoryChoice]] | None = None,
     ) -> Tables[Offer]:
         """Return what each choice of the form costs, and who could not pay for it.
 
         ``counts`` are numbers of devices, and :data:`~gpuspawner.leases.models.SHARE`. ``payers``
         are the accounts to choose from and ``hours`` the session lengths, each with its
         value in the form; ``usual_hours`` the lengths if the member chooses none, by slug. An
-        account must be able to pay for ``lead`` at the start.
+        account must be able to pay for ``lead`` at the start. With ``by_memory``, the answer is
+        about these choices in place of the ``counts``, by slug.
         """
         usual = usual_hours or {}
         alike = group_alike(self.environments, lambda e: (self._terms(e), usual.get(e.slug)))
-        choices = [self._choices(some[0], counts) for some in alike]
+        choices = [
+            self._choices(some[0], counts) if by_memory is None else by_memory[some[0].slug]
+            for some in alike
+        ]
         if sum(map(len, choices)) * (len(payers) + len(hours)) > MOST_CHOICES:
             return Tables({}, ())
         lengths = dict(hours)
 
-        def offers(
-            environment: Environment, some: Sequence[tuple[int | str, str]]
-        ) -> dict[str, Offer]:
+        def offers(environment: Environment, some: Sequence[MemoryChoice]) -> dict[str, Offer]:
             default = usual.get(environment.slug)
             ends = {**lengths, "": default} if default is not None else lengths
             return {
-                f"{gpus}|{model}": self._offer(environment, gpus, model, payers, ends, lead)
-                for gpus, model in some
+                choice_key(*each): self._offer(environment, each, payers, ends, lead)
+                for each in some
             }
 
         return Tables.shared(
             alike, (offers(e[0], some) for e, some in zip(alike, choices, strict=True))
         )
 
-    def _choices(
-        self, environment: Environment, counts: Sequence[int | str]
-    ) -> list[tuple[int | str, str]]:
+    def choices_by_memory(
+        self, environment: Environment, counts: Sequence[int | str], asked: int | None
+    ) -> list[MemoryChoice]:
+        """Return the choices of the form with an amount of memory, where it makes a difference.
+
+        These are the sizes in GB between which the devices, or the shares, of a choice differ, and
+        ``asked`` if some of them have that much.
+        """
+        if environment.cpu_only or self.overview.slots_only:
+            return []
+        found = []
+        for count, model, _ in self._choices(environment, counts):
+            some: Sequence[ModelCount | ShareCount] = ()
+            if count:
+                is_share = isinstance(count, str)
+                some = (self.shares_of if is_share else self._models_of)(environment)
+            sizes = {gigabytes(_size(each)) for each in some if model in ("", each.model)}
+            if len(sizes) > 1:
+                extra = {asked} if asked and asked <= max(sizes) else set()
+                found += [(count, model, memory) for memory in sorted(sizes | extra)]
+        return found
+
+    def _choices(self, environment: Environment, counts: Sequence[int | str]) -> list[MemoryChoice]:
         """Return the numbers of GPUs, with the default even if it is too many, and the models."""
         most = max(self.most_gpus(environment), environment.devices.default)
         models = ["", *self.model_names(environment)]
         some = [c for c in counts if (environment.has_slots if isinstance(c, str) else c <= most)]
-        return list(product(some, models))
+        return list(product(some, models, [0]))
 
     def _terms(self, environment: Environment) -> Hashable:
         return (
@@ -311,12 +343,15 @@ class PriceList:
     def _offer(
         self,
         environment: Environment,
-        gpus: int | str,
-        model: str,
+        choice: MemoryChoice,
         payers: Sequence[tuple[str, Account]],
         hours: Mapping[str, float],
         lead: timedelta,
     ) -> Offer:
+        gpus, model, memory = choice
+        if memory:
+            least = max(environment.min_memory, memory * 10**9)
+            environment = environment.model_copy(update={"min_memory": least})
         if isinstance(gpus, str):
             shares = [s for s in self.shares_of(environment) if model in ("", s.model)]
             if not shares:
@@ -335,6 +370,7 @@ class PriceList:
             most = max(there.values())
             several = f"at most {most} GPU{'s' if most > 1 else ''} of one model"
             what = f"{most} {model}" if model else several
+            what += f" with {memory} GB" if memory else ""
             return Offer(refusal=f"This hub has {what}.")
         what = _what(gpus, {count.model for count in enough})
         rates = sorted({self._discounted(gpus * self.rate(environment, each)) for each in enough})
@@ -439,6 +475,10 @@ def share_note(shares: Sequence[ShareCount]) -> str:
         return ""
     shared = shared_with(max(share.slots for share in shares))
     return f"A share is {shared}: nothing keeps others from using the memory."
+
+
+def _size(count: ModelCount | ShareCount) -> int:
+    return count.share_bytes if isinstance(count, ShareCount) else count.memory_bytes
 
 
 def _runs_on(environment: Environment, model: str) -> bool:

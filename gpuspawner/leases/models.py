@@ -79,6 +79,8 @@ class Request:
     """Models that the environment supports, each as above; empty means any."""
     memory_bytes: int = 0
     """Minimum memory of each device."""
+    smallest: bool = False
+    """True to take the smallest free devices that fit: the member asked for an amount of memory."""
     min_driver: str = ""
     """The oldest driver that the environment supports; empty means any."""
     min_cuda: str = ""

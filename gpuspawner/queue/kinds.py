@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..core.units import DeviceCount
-from ..devices.models import Device
+from ..devices.models import Device, model_matches
 from ..leases.models import LeasedDevice
 
 NO_KIND = ""
@@ -85,13 +85,28 @@ def taken_of(kind: str, devices: DeviceCount) -> DeviceCount:
     return Fraction(math.ceil(devices * slots), slots)
 
 
-def slot_preference(kind: str, left: DeviceCount) -> tuple[bool, int, DeviceCount]:
-    """Return a key that sorts shared devices for a slot, as placement does: best first.
+Preference = tuple[DeviceCount, ...]
+"""A key that sorts kinds, the best first."""
 
-    Devices in use go before empty ones, then small before large ones, then full before less full.
+
+def kind_preference(
+    kind: str, left: DeviceCount, devices: DeviceCount, *, smallest: bool = False
+) -> Preference:
+    """Return a key that sorts the kinds of which a request for ``devices`` may get some.
+
+    For a slot as placement does: devices in use go before empty ones, then small before large ones,
+    then full before less full. For whole devices the kind of which most are ``left``, and those
+    that are not shared. With ``smallest``, the memory of the device or of the slot decides first;
+    several MIG instances come last, because CUDA cannot use them together.
     """
     parts = parts_of(kind)
-    return left >= 1, parts.memory_bytes, left * parts.slots
+    if devices < 1:
+        share = parts.memory_bytes // parts.slots if smallest else 0
+        return share, left >= 1, parts.memory_bytes, left * parts.slots
+    size: Preference = ()
+    if smallest:
+        size = (devices > 1 and model_matches("MIG", parts.model), parts.memory_bytes)
+    return *size, -left, parts.slots > 1
 
 
 def add(one: Mapping[str, DeviceCount], other: Mapping[str, DeviceCount]) -> dict[str, DeviceCount]:

@@ -42,6 +42,8 @@ class WaitingTicket:
     """How many devices at once, at least 1; or the part of one that is the smallest slot."""
     kinds: frozenset[str]
     """Kinds that fit; never empty."""
+    smallest: bool = False
+    """True to get the kind with the least memory of those that it could start on."""
     asked_at: float
     """When the member asked: the wait counts from here, across restarts."""
     seconds: float | None = None

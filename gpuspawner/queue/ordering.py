@@ -197,6 +197,8 @@ class Shape:
     kinds: tuple[str, ...]
     gathers: bool = False
     """True if its tickets may need all slots of a shared device."""
+    smallest: bool = False
+    """True if its tickets get the kind with the least memory."""
     entries: list[Entry] = field(default_factory=list)
     """Its part of the queue."""
     head: Entry | None = None
@@ -389,7 +391,7 @@ class Book:
         """Tickets by the kinds that fit, oldest first."""
         self._batches: dict[str, TicketBatch] = {}
         self._open: dict[Terms, TicketBatch] = {}
-        self.shapes: dict[tuple[DeviceCount, frozenset[str]], Shape] = {}
+        self.shapes: dict[tuple[DeviceCount, frozenset[str], bool], Shape] = {}
         """Every shape that was ever requested."""
         self._numbers = itertools.count()
         self._looks: list[tuple[float, int, TicketBatch]] = []
@@ -483,6 +485,7 @@ class Book:
             ticket.group,
             ticket.devices,
             ticket.kinds,
+            ticket.smallest,
             ticket.seconds,
             ticket.priority,
             ticket.boost,
@@ -496,11 +499,13 @@ class Book:
             and abs(ticket.asked_at - batch.asked_until) <= self._policy.batch_seconds
         ):
             return batch
-        shape = self.shapes.get((ticket.devices, ticket.kinds))
+        alike_in = (ticket.devices, ticket.kinds, ticket.smallest)
+        shape = self.shapes.get(alike_in)
         if shape is None:
             gathers = gathers_slots(ticket.devices, ticket.kinds)
-            shape = Shape(ticket.devices, tuple(sorted(ticket.kinds)), gathers)
-            self.shapes[(ticket.devices, ticket.kinds)] = shape
+            kinds = tuple(sorted(ticket.kinds))
+            shape = Shape(ticket.devices, kinds, gathers, ticket.smallest)
+            self.shapes[alike_in] = shape
         alike = self._lengths.alike(ticket.member, ticket.group, ticket.devices)
         batch = TicketBatch(
             parties=self._limiter.of(ticket.member, ticket.group),

@@ -476,6 +476,7 @@ class PositionService:
             priority=Priority(priority),
             devices=self.line.asked(request),
             kinds=kinds or frozenset({NO_KIND}),
+            smallest=request.smallest,
             asked_at=now,
             seconds=seconds,
         )

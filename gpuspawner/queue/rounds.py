@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..core.units import DeviceCount
-from .kinds import parts_of, slot_preference, taken_of
+from .kinds import Preference, kind_preference, taken_of
 from .limits import Limiter
 from .models import QueuePolicy
 from .ordering import FRESH, GUESS, LAST, POSITION, SMALL, Book, Entry, Rooms, Shape, TicketBatch
@@ -298,7 +298,7 @@ class Round:
     def _best_kind(self, shape: Shape, seconds: float, which: int) -> str:
         """Return the kind to take: not one that others wait for, if the ticket fits elsewhere.
 
-        For a slot then the fullest device, for whole devices the kind of which most are free.
+        Of the others the best by :func:`~gpuspawner.queue.kinds.kind_preference`.
         """
         devices = shape.devices
         fitting = [kind for kind in shape.kinds if self.left.get(kind, 0) >= devices]
@@ -312,13 +312,13 @@ class Round:
 
         ranks = {kind: is_elsewhere(kind) for kind in fitting}
         best = max(ranks.values())
-        among = [kind for kind in fitting if ranks[kind] == best]
-        if devices >= 1:
-            return max(among, key=lambda kind: (self.left[kind], parts_of(kind).slots == 1))
-        order = self._capacity.order
-        return min(
-            among, key=lambda kind: (*slot_preference(kind, self.left[kind]), order.get(kind, 0))
-        )
+        order = self._capacity.order if devices < 1 else {}
+
+        def preference(kind: str) -> Preference:
+            key = kind_preference(kind, self.left[kind], devices, smallest=shape.smallest)
+            return *key, order.get(kind, 0)
+
+        return min((kind for kind in fitting if ranks[kind] == best), key=preference)
 
     def keep(self, ticket_id: str, shape: Shape, which: int, no_guess: bool) -> None:
         """Plan the start of a ticket that does not fit.

@@ -47,7 +47,7 @@ from ..notifications.models import NoticeKind
 from ..notifications.service import compose
 from . import repository
 from .delegation import DelegationService
-from .kinds import kind_of, parts_of, slot_preference, subtract, taken_of
+from .kinds import Preference, kind_of, kind_preference, parts_of, subtract, taken_of
 from .models import Decision, QueueLimits, Ticket
 from .positions import PositionService
 from .settings import GPUQueue
@@ -240,10 +240,13 @@ class QueueService:
         """Return the kinds with enough spare devices for a request, the best first."""
         spare, asked = self._spare(), self.line.asked(request)
         kinds = [k for k in self.line.kinds(request, user) if spare.get(k, 0) >= asked]
-        if self.line.is_for_slot(request):
-            order = {kind: place for place, kind in enumerate(self.line.supply.usable)}
-            return sorted(kinds, key=lambda k: (*slot_preference(k, spare[k]), order.get(k, 0)))
-        return sorted(kinds, key=lambda kind: spare[kind], reverse=True)
+        order = {kind: place for place, kind in enumerate(self.line.supply.usable)}
+
+        def preference(kind: str) -> Preference:
+            key = kind_preference(kind, spare[kind], asked, smallest=request.smallest)
+            return *key, order.get(kind, 0)
+
+        return sorted(kinds, key=preference)
 
     def _make_room(self, starts: list[str], decision: Decision) -> list[str]:
         """Return the starts whose devices are free; for the others, preemptible runs yield."""

@@ -346,6 +346,7 @@ class QueueState:
             group=ticket.group,
             devices=self.asked(request),
             kinds=self.kinds(request, ticket.server.user) or frozenset({NO_KIND}),
+            smallest=request.smallest,
             asked_at=(ticket.since or ticket.created_at).timestamp(),
             seconds=float(ticket.seconds) if ticket.seconds is not None else None,
             priority=Priority(ticket.priority),

@@ -287,10 +287,13 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     who = [(choice.account, paying[choice.account]) for choice in offered] or [("", account)]
     models = [count.model for count in overview.models]
     waits = wait_tables(shown, counts, models, ask, now)
+    by_memory = {e.slug: prices.choices_by_memory(e, counts, last.gpu_memory) for e in shown}
+    memories = sorted({memory for some in by_memory.values() for _, _, memory in some})
     hours = list(limits.hours.values())
     rates = [line.rate for line in lines if not line.is_share]
     lengths = hour_choices(hours, last.hours, rates)
-    costs = prices.tables(
+    cost = partial(
+        prices.tables,
         counts,
         who,
         [(choice.value, choice.hours) for choice in lengths],
@@ -311,12 +314,17 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
         last=last,
         balance=format_credits(account.available),
         models=[(count.model, model_label(count)) for count in overview.models],
+        memories=memories,
         lines=lines,
         prices_until=prices.until(),
         shown_at=prices.now.astimezone(timezone.utc).isoformat(),
         told={
-            "costs": asdict(costs),
+            "costs": asdict(cost()),
             "waits": asdict(waits),
+            "by_memory": {
+                "costs": asdict(cost(by_memory=by_memory)),
+                "waits": asdict(wait_tables(shown, counts, models, ask, now, by_memory)),
+            },
             "fields": {slug: asdict(each) for slug, each in fields.items()},
         },
         payers=offered,
@@ -545,7 +553,7 @@ class SpawnForm:
             return request
 
         request = await self.within_group_limits(resolve)
-        if choice.gpus:
+        if choice.gpus or choice.gpu_memory:
             await self.services.read(self.services.positions.require_fit, request)
 
     async def within_group_limits(self, look: Callable[[], T]) -> T:

@@ -123,7 +123,8 @@ class FormChoice:
     gpu_model: str | None = None
     """Words of a model's name, such as ``A100``."""
     gpu_memory: int | None = None
-    """Minimum memory of each device in GB (10^9 bytes, as advertised)."""
+    """The least memory of each device, or of the share, in whole GB (10^9 bytes, as advertised).
+    The server gets the smallest that fits and is free."""
     hours: float | None = None
     """Session length in hours."""
     wait: bool | None = None
@@ -265,6 +266,7 @@ def resolve(choice: FormChoice, environment: Environment, limit: int) -> Request
         model=choice.gpu_model,
         models=environment.models,
         memory_bytes=max((choice.gpu_memory or 0) * 10**9, environment.min_memory),
+        smallest=choice.gpu_memory is not None,
         min_driver=environment.min_driver,
         min_cuda=environment.min_cuda,
         sharing=Sharing.SLOT if asked == SHARE else Sharing.WHOLE,
@@ -388,6 +390,13 @@ def _gpus(name: str, value: Any) -> int | str:
         raise _invalid(name, f"a whole number from 0, or {SHARE!r}", value) from None
 
 
+def _gigabytes(name: str, value: Any) -> int:
+    text = _digits(value, int, str)
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:10]) < 10**9):
+        raise _invalid(name, "a whole number of GB from 1, such as 10", value)
+    return int(text)
+
+
 def devices_in(gpus: Any) -> int:
     """Return how many devices the stored value of ``gpus`` is at most; 1 for a share or none."""
     return 1 if gpus == SHARE else int(gpus or 1)
@@ -424,7 +433,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "environment": _text,
     "gpus": _gpus,
     "gpu_model": _text,
-    "gpu_memory": _whole,
+    "gpu_memory": _gigabytes,
     "hours": _hours,
     "wait": _yes_or_no,
     "account": lambda name, value: parse_account(value),

@@ -84,6 +84,9 @@ def submit(words):
     )
     parser.add_argument("--hours", type=float, help="the time limit")
     parser.add_argument("--model", dest="gpu_model", help="the GPU model, such as A100")
+    parser.add_argument(
+        "--gpu-memory", type=int, metavar="GB", help="the least memory of each GPU, or of the share"
+    )
     parser.add_argument("--environment", help="its name in the catalog; this session's if left out")
     parser.add_argument("--account", help="who pays, such as group:vision")
     parser.add_argument("--title", default="", help="what lists call it")
@@ -110,7 +113,7 @@ def submit(words):
     asked = parser.parse_args(own)
     options = {
         name: getattr(asked, name)
-        for name in ("gpus", "hours", "gpu_model", "environment", "account")
+        for name in ("gpus", "hours", "gpu_model", "gpu_memory", "environment", "account")
         if getattr(asked, name) is not None
     }
     if "environment" not in options and os.environ.get("GPUSPAWNER_ENVIRONMENT"):

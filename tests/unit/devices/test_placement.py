@@ -304,6 +304,7 @@ requests = st.builds(
     model=st.sampled_from(list(MEANT)),
     models=st.sampled_from([(), ("A100",), ("a100-40gb", "T4"), ("H100",)]),
     memory_bytes=st.sampled_from([0, 10 * GIB, 40 * GIB, 64 * GIB]),
+    smallest=st.booleans(),
 )
 
 
@@ -428,10 +429,11 @@ def test_slot_placement_matches_exhaustive_search(
     (chosen,) = fleet.choose(request, placement.texts(taken), shared=own)
     assert chosen in allowed, "free, suitable, and the only one of its member on the device"
 
-    def rank(slot: Slot) -> tuple[bool, int, int, int, int]:
+    def rank(slot: Slot) -> tuple[int, bool, int, int, int, int]:
         device = by_uuid[slot.uuid]
         left = sum(one.uuid == slot.uuid for one in allowed)
-        return left == device.slots, device.memory_bytes, left, device.index, slot.slot
+        share = device.memory_bytes // device.slots if request.smallest else 0
+        return share, left == device.slots, device.memory_bytes, left, device.index, slot.slot
 
     assert chosen == min(allowed, key=rank), "partly used first, then the tightest fit"
     with pytest.raises(TooMuchAsked):

@@ -237,6 +237,32 @@ def test_share_has_an_offer_where_the_environment_allows_one() -> None:
     assert tables.find(TORCH, "share|") is None
 
 
+def test_choice_by_memory_is_offered_where_it_makes_a_difference() -> None:
+    either = EITHER.model_copy(update={"slug": "either"})
+    counts = [0, 1, 2, SHARE]
+    prices = PriceList(shared_overview(), [TORCH, either, OLD, CPU], NOON)
+    of_whole = [(1, "", 16), (1, "", 80), (2, "", 16), (2, "", 80)]
+    assert prices.choices_by_memory(TORCH, counts, None) == of_whole
+    assert prices.choices_by_memory(either, counts, None) == of_whole, "all shares have 4 GB"
+    assert prices.choices_by_memory(TORCH, [1], 20) == [(1, "", 16), (1, "", 20), (1, "", 80)]
+    assert prices.choices_by_memory(TORCH, [1], 90) == of_whole[:2]
+    assert prices.choices_by_memory(OLD, counts, 10) == []
+    assert prices.choices_by_memory(CPU, counts, 10) == []
+    asked = {e.slug: prices.choices_by_memory(e, counts, 20) for e in prices.environments}
+    found = prices.tables((), [("", ADA)], HOURS, by_memory=asked)
+    for key in ("1||20", "1||80"):
+        offer = found.find(TORCH, key)
+        assert offer
+        assert (offer.what, offer.price) == ("A100-80GB", "4.00 credits an hour")
+    small = found.find(TORCH, "1||16")
+    assert small
+    assert (small.what, small.totals["2"]) == ("1 GPU", "2.00 to 8.00 credits")
+    two = found.find(TORCH, "2||80")
+    assert two
+    assert two.refusal == "This hub has at most 1 GPU of one model with 80 GB."
+    assert found.find(TORCH, "1|") is None
+
+
 def test_shares_smaller_than_the_environment_needs_are_not_offered() -> None:
     large = EITHER.model_copy(update={"min_memory": 8 * 10**9})
     assert PriceList(shared_overview(), [large], NOON).shares_of(large) == []

@@ -4,6 +4,7 @@ and placement, which must agree; sessions are simulated."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
@@ -11,10 +12,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gpuspawner.core.errors import NoDeviceFree
+from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
 from gpuspawner.core.units import DeviceCount, format_devices, format_gpus
 from gpuspawner.devices.models import Device
-from gpuspawner.devices.placement import PlacementIndex, texts
+from gpuspawner.devices.placement import PlacementIndex, suitable, texts
 from gpuspawner.leases.models import Request, Sharing, Slot
 from gpuspawner.queue.kinds import (
     KindParts,
@@ -90,9 +91,9 @@ def shared_fleets(draw: st.DrawFn) -> tuple[list[Device], frozenset[str]]:
     return devices, texts(draw(st.lists(st.sampled_from(every), unique=True)))
 
 
-@given(shared_fleets())
+@given(shared_fleets(), st.booleans())
 def test_scheduler_and_placement_choose_the_same_device(
-    found: tuple[list[Device], frozenset[str]],
+    found: tuple[list[Device], frozenset[str]], smallest: bool
 ) -> None:
     devices, taken = found
     fleet = PlacementIndex(devices, {})
@@ -102,15 +103,86 @@ def test_scheduler_and_placement_choose_the_same_device(
     }
     assume(free)
     asked = Fraction(1, max(device.slots for device in devices))
+    waiting = slot_ticket("one", [kind_of(device) for device in devices], devices=asked)
     scheduler = scheduler_of(
-        slot_ticket("one", [kind_of(device) for device in devices], devices=asked),
-        capacity={kind_of(device): 1 for device in devices},
+        replace(waiting, smallest=smallest), capacity={kind_of(device): 1 for device in devices}
     )
-    (slot,) = fleet.choose(Request(devices=1, sharing=Sharing.SLOT), taken)
+    request = Request(devices=1, sharing=Sharing.SLOT, smallest=smallest)
+    (slot,) = fleet.choose(request, taken)
+    if smallest:
+        sizes = {uuid: fleet.by_uuid[uuid] for uuid in fleet.free_slots(taken)}
+        least = min(device.memory_bytes // device.slots for device in sizes.values())
+        assert sizes[slot.uuid].memory_bytes // sizes[slot.uuid].slots == least
     decision = scheduler.decide(T0, free)
     assert decision.on == {"one": kind_of(fleet.by_uuid[slot.uuid])}
     left = decision.left.get(decision.on["one"], 0) * fleet.by_uuid[slot.uuid].slots
     assert left == fleet.free_slots(taken)[slot.uuid] - 1, "a whole slot, however small it asked"
+
+
+@st.composite
+def mixed_fleets(draw: st.DrawFn) -> tuple[list[Device], frozenset[str]]:
+    """Whole devices, MIG instances and shared devices, and the slots that are taken."""
+    sizes = {"T4": 16, "A100-40GB": 40, "A100-80GB": 80, "A100 MIG 1g.10gb": 10}
+    models = draw(st.lists(st.sampled_from(list(sizes)), min_size=1, max_size=9))
+    devices = [
+        Device(
+            uuid=f"GPU-{index}",
+            index=index,
+            model=model,
+            memory_bytes=sizes[model] * GIB,
+            slots=draw(st.sampled_from([1, 1, 4])),
+            parent_uuid="GPU-parent" if "MIG" in model else None,
+        )
+        for index, model in enumerate(models)
+    ]
+    every = [Slot(device.uuid, slot) for device in devices for slot in range(device.slots)]
+    return devices, texts(draw(st.lists(st.sampled_from(every), unique=True)))
+
+
+@given(mixed_fleets(), st.sampled_from([0, 8, 12, 40, 64]), st.integers(1, 3))
+def test_request_by_memory_gets_the_smallest_free_devices_at_once_and_from_the_queue(
+    found: tuple[list[Device], frozenset[str]], gigabytes: int, count: int
+) -> None:
+    devices, taken = found
+    fleet = PlacementIndex(devices, {})
+    request = Request(devices=count, memory_bytes=gigabytes * 10**9, smallest=True)
+    free = Counter(kind_of(fleet.by_uuid[uuid]) for uuid in fleet.free(taken))
+    fitting = Counter(kind_of(device) for device in suitable(request, devices))
+    kinds = frozenset(kind for kind, number in fitting.items() if number >= count)
+    scheduler = scheduler_of(
+        replace(ticket("one", count), kinds=kinds or frozenset({""}), smallest=True),
+        capacity=fitting,
+    )
+    decision = scheduler.decide(T0, free)
+    could = [kind for kind in kinds if free[kind] >= count]
+    assert bool(decision.on) == bool(could), "it never waits for a small one if a large one is free"
+    if not could:
+        with pytest.raises((NoDeviceFree, TooMuchAsked)):
+            fleet.choose(request, taken)
+        return
+
+    def size(kind: str) -> tuple[bool, int]:
+        parts = parts_of(kind)
+        return count > 1 and "MIG" in parts.model, parts.memory_bytes
+
+    least = min(map(size, could))
+    of_queue = decision.on["one"]
+    of_grant = {kind_of(fleet.by_uuid[place.uuid]) for place in fleet.choose(request, taken)}
+    assert [size(kind) for kind in (of_queue, *of_grant)] == [least, least]
+    others = {Slot.closure(d.uuid).text for d in devices if kind_of(d) != of_queue}
+    assert len(fleet.choose(request, taken | others)) == count, "what the queue chose is there"
+
+
+def test_other_requests_get_the_kind_with_most_free_devices() -> None:
+    kinds = {"T4/16": 1, "A100/80": 2}
+    one = replace(ticket("one"), kinds=frozenset(kinds))
+    assert scheduler_of(one, capacity=kinds).decide(T0, kinds).on == {"one": "A100/80"}
+    smallest = replace(one, smallest=True)
+    assert scheduler_of(smallest, capacity=kinds).decide(T0, kinds).on == {"one": "T4/16"}
+    both = scheduler_of(one, replace(smallest, id="two"), capacity=kinds)
+    assert both.decide(T0, kinds).on == {"one": "A100/80", "two": "T4/16"}, "shapes of their own"
+    left = {"A100/80": 1}
+    assert scheduler_of(smallest, capacity=kinds).decide(T0, left).on == {"one": "A100/80"}
 
 
 @given(shared_fleets(), st.integers(1, 20))

@@ -137,7 +137,10 @@ NO_TIMES = ["now", "2026-10-01T08:00:00", "0001-01-01T00:00:00+14:00", "9" * 99,
         *(("gpus", n, "whole number") for n in ("1.5", 1.5, True, "\u0661", "1e3", "9" * 5000)),
         ("gpus", {"count": 1}, "whole number"),
         ("gpus", ["1", "2"], "given more than once"),
-        ("gpu_memory", "80GB", "whole number"),
+        *(
+            ("gpu_memory", memory, "must be a whole number of GB from 1, such as 10, not ")
+            for memory in ("80GB", 0, "0", -1, "-8", 1.5, "1.5", True, "9" * 5000, 10**9, [[8]])
+        ),
         *(("environment", e, "short text") for e in (7, {"slug": "a"}, "a\nb", "a\x00")),
         ("environment", ["a", "b"], "given more than once"),
         ("gpu_model", "A" * 129, "short text"),
@@ -202,13 +205,17 @@ USUAL = Request(devices=1, environment="pytorch", models=("A100", "H100"), memor
         ({}, USUAL),
         (
             {"environment": "pytorch", "gpus": 2, "gpu_model": "A100", "gpu_memory": 80},
-            replace(USUAL, devices=2, model="A100", memory_bytes=80 * GB),
+            replace(USUAL, devices=2, model="A100", memory_bytes=80 * GB, smallest=True),
         ),
-        ({"gpus": 1, "gpu_memory": 8}, USUAL),
+        ({"gpus": 1, "gpu_memory": 8}, replace(USUAL, smallest=True)),
+        ({"gpus": 0, "gpu_memory": 8}, Request(environment="pytorch")),
         ({"gpus": 0}, Request(environment="pytorch")),
         ({"gpus": 0, "gpu_model": "A100"}, Request(environment="pytorch")),
     ],
-    ids=["not said", "said", "the environment needs more", "without", "without, of a model"],
+    ids=[
+        *("not said", "said", "the environment needs more", "memory of none"),
+        *("without", "without, of a model"),
+    ],
 )
 def test_request_combines_choice_and_environment_needs(
     choice: dict[str, Any], asked: Request
