@@ -197,10 +197,10 @@ def no_slot_ever(request: Request, existing: list[Device], matching: list[Device
 def _why_no_slot_suits(request: Request, existing: list[Device]) -> str:
     shared = [device for device in existing if device.slots > 1]
     named = of_model(request.model, of_environment(request, shared))
+    wanted = _wanted_model(request)
     if named:
         largest = format_memory(max(device.memory_bytes // device.slots for device in named))
-        return f"The largest share of {_kind(1, replace(request, memory_bytes=0))} has {largest}."
-    wanted = _wanted_model(request)
+        return f"The largest share of {wanted or 'a GPU'} has {largest}: ask for less."
     return f"No {wanted} GPU is shared on this hub. Shared are {_fleet(shared)}."
 
 

@@ -75,17 +75,21 @@ def save_devices(
             connection.execute(changed.values(_row(device, inventory)))
 
 
+def without_lease(connection: sa.Connection, uuids: Collection[str]) -> frozenset[str]:
+    """Return those of the devices that no open lease has."""
+    return frozenset(uuids) - {place.uuid for place in leases_repository.taken(connection)}
+
+
 def change_slots(connection: sa.Connection, wanted: Mapping[str, int]) -> frozenset[str]:
     """Change the number of slots of devices without a lease; returns the UUIDs of these.
 
     Grants compare the number in their own transaction (:func:`slots_of`).
     """
-    used = {place.uuid for place in leases_repository.taken(connection)}
-    unused = wanted.keys() - used
+    unused = without_lease(connection, wanted)
     for uuid in unused:
         this = sa.update(devices).where(devices.c.uuid == uuid)
         connection.execute(this.values(slots=wanted[uuid]))
-    return frozenset(unused)
+    return unused
 
 
 def slots_of(connection: sa.Connection, uuids: Collection[str]) -> dict[str, int]:
@@ -229,9 +233,9 @@ HELD_SECONDS = 90.0
 
 
 def is_nvml_held(connection: sa.Connection, now: datetime) -> bool:
-    """Return True while a MIG layout is being changed: nobody of us has NVML open then.
+    """Return True while a MIG layout is being changed: no process of the hub may open NVML then.
 
-    A change whose process was killed ends to count :data:`HELD_SECONDS` after its last step.
+    A change whose process was killed no longer counts :data:`HELD_SECONDS` after its last step.
     """
     since = now - timedelta(seconds=HELD_SECONDS)
     going_on = (mig_changes.c.failure == "") & (mig_changes.c.stepped_at > since)

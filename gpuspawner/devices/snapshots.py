@@ -102,11 +102,15 @@ class InventoryCache:
         devices = with_slots(inventory.devices, self.shared, slots, ())
         wanted = {device.uuid: slots_wanted(device, self.shared) for device in devices}
         other = {d.uuid: wanted[d.uuid] for d in devices if d.slots != wanted[d.uuid]}
-        if other and self.changes_slots:
+        # Read first: a device may be leased for days, and every look comes here.
+        if self.changes_slots and self._any_without_lease(other):
             with self.store.write() as connection:
                 changed = repository.change_slots(connection, other)
             devices = with_slots(devices, self.shared, slots, changed)
         return replace(inventory, devices=devices)
+
+    def _any_without_lease(self, uuids: Collection[str]) -> bool:
+        return bool(uuids) and bool(self.store.run(lambda c: repository.without_lease(c, uuids)))
 
     def forget(self) -> None:
         """Take a new snapshot next time: a server is gone, and so are its processes."""
@@ -250,7 +254,7 @@ class Overview:
     rates: Rates = field(default_factory=Rates)
     """All rates that apply now or later."""
     slots_only: bool = False
-    """True if every request gets one slot of its device: so it is with shards of Slurm."""
+    """True if every request gets one slot of its device, as with Slurm's shards."""
 
     @property
     def shares(self) -> tuple[ShareCount, ...]:

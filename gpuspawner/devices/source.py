@@ -33,7 +33,7 @@ class DeviceSource(Protocol):
 class DriverGate(Protocol):
     """Tells a process when it may have NVML open.
 
-    Whoever divides a GPU needs everybody else to close NVML first.
+    A GPU can be divided into MIG instances only while no other process has NVML open.
     """
 
     def enter(self, release: Callable[[], None]) -> bool:

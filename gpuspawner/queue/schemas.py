@@ -123,6 +123,10 @@ class TicketAnswer(Answer):
     server: str = told("ticket.server.name")
     group: str = told("ticket.group")
     gpus: Count = told("ticket.request.devices")
+    sharing: str = told(
+        "ticket.request.sharing.value",
+        description="'slot' if it waits for a share of a GPU, else 'whole'.",
+    )
     gpu_model: str | None = told("ticket.request.model")
     gpu_memory_bytes: Count = told("ticket.request.memory_bytes")
     environment: str = told("ticket.request.environment")

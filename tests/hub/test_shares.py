@@ -130,6 +130,63 @@ def test_form_offers_a_share_with_its_price_and_its_limits(
     page.close()
 
 
+def test_form_offers_amounts_of_memory_where_gpus_differ(hub: PayingHub, browser: Browser) -> None:
+    page = browser.new_page(viewport=WIDE)
+    add_cookies(page, hub, "eve")
+    page.goto(f"{hub.url}/hub/spawn/eve?opt-environment=either&opt-gpus=1&opt-gpu_memory=20")
+    memory = page.locator("#gpu_memory")
+    assert memory.locator("option").all_inner_texts() == [
+        "Any amount",
+        *(f"At least {size} GB" for size in (16, 20, 80)),
+    ]
+    assert memory.input_value() == "20", "as the link says"
+    summary = page.locator("#gpuspawner-summary")
+    assert summary.inner_text().startswith("A100-80GB, "), "the T4 has less"
+    assert "Starts now." in summary.inner_text()
+    look_over(page, "memory-form")
+    look_over_in_the_dark(page, "memory-form")
+    page.select_option("#gpus", "share")
+    assert not memory.is_visible(), "all shares have 4 GB"
+    page.select_option("#gpus", "1")
+    assert memory.input_value() == "20", "it comes back"
+    page.select_option("#gpu_memory", "16")
+    assert summary.inner_text().startswith("1 GPU, "), "each of them has as much"
+    page.select_option("#gpu_model", "T4")
+    assert not memory.is_visible(), "all T4 have the same"
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ("opt-gpu_memory=90", "This hub has no GPU with 90 GB. The most is 80 GB: ask for less."),
+        ("opt-gpus=share&opt-gpu_memory=8", "The largest share of a GPU has 4 GB: ask for less."),
+        ("opt-gpu_memory=0", "must be a whole number of GB from 1, such as 10, not "),
+        ("opt-gpu_memory=-8", "must be a whole number of GB from 1, such as 10, not "),
+        ("opt-gpu_memory=10GB", "must be a whole number of GB from 1, such as 10, not "),
+    ],
+)
+def test_impossible_amount_of_memory_is_refused_above_the_form(
+    hub: PayingHub, browser: Browser, choice: str, words: str
+) -> None:
+    page = browser.new_page(viewport=WIDE)
+    add_cookies(page, hub, "eve")
+    page.goto(f"{hub.url}/hub/spawn/eve?opt-environment=either&{choice}")
+    assert words in page.inner_text("body")
+    page.close()
+
+
+def test_server_by_memory_gets_the_smallest_device_that_fits(hub: PayingHub) -> None:
+    hub.start_server("fay", environment="either", gpus=1, gpu_memory=20)
+    (device,) = lease_of(hub, "fay").devices
+    assert device.model == "A100-80GB"
+    hub.stop_server("fay")
+    hub.start_server("fay", environment="either", gpus="share", gpu_memory=4)
+    (device,) = lease_of(hub, "fay").devices
+    assert (device.model, device.held_slots) == ("T4", 1)
+    hub.stop_server("fay")
+
+
 def open_cluster(browser: Browser, hub: PayingHub, user: str) -> Page:
     page = browser.new_page(viewport=WIDE)
     sign_in(page, hub, user, "cluster")

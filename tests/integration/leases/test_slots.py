@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from gpuspawner.core.errors import NoDeviceFree
 from gpuspawner.leases import repository
@@ -73,6 +75,33 @@ def test_leased_device_keeps_its_slots(services: Services) -> None:
         services.leases.release(each.id, reason="stopped")
     slots = [device.slots for device in services.devices.look(fresh=True).devices]
     assert slots == [2, 2, 2, 2]
+
+
+def test_looks_write_nothing_while_a_leased_device_waits_for_its_new_number(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = acquire(services, "anna", sharing=Sharing.SLOT)
+    services.watch.shared = {"T4": 2}
+    writes: list[None] = []
+    begin = services.store.write
+
+    @contextmanager
+    def counted() -> Iterator[sa.Connection]:
+        writes.append(None)
+        with begin() as connection:
+            yield connection
+
+    def look() -> list[int]:
+        writes.clear()
+        return [device.slots for device in services.devices.look(fresh=True).devices]
+
+    monkeypatch.setattr(services.store, "write", counted)
+    assert look() == [4, 2, 2, 2] and writes, "the devices without a lease"
+    for _ in range(3):
+        assert look() == [4, 2, 2, 2] and not writes
+    services.leases.release(lease.id, reason="stopped")
+    assert look() == [2, 2, 2, 2] and writes
+    assert look() == [2, 2, 2, 2] and not writes
 
 
 def test_grant_with_an_old_number_of_slots_is_refused(services: Services) -> None:
