@@ -86,7 +86,7 @@ JUPYTERHUBS_SERVER_SCOPES = ("users:activity!user", "access:servers!server")
 SECTIONS = (
     *("GPUDatabase", "GPUDevices", "GPUCredits", "GPURates", "GPUQueue", "GPUMembers", "GPUIdle"),
     *("GPUHealth", "GPUFolders", "GPUSlurm", "GPUMonitoring", "GPUSessions", "GPUNotifications"),
-    *("GPUSharing", "Accounting"),
+    *("GPUSharing", "GPUHost", "Accounting"),
 )
 """Configuration sections that are passed to the service."""
 

@@ -142,6 +142,7 @@ class Services(LoggingConfigurable):
             ledger=self.ledger,
             take_back=self.delegation.take_back,
             log=self.log,
+            budget=settings.host.read_budget(),
         )
         self.sessions = SessionService(store, now, self.log)
         self.restarts = RestartService(store, now, self._delegate, self.log)

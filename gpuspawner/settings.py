@@ -13,6 +13,7 @@ from traitlets.config import Config, LoggingConfigurable
 from .core.errors import ConfigError
 from .db.engine import default_url
 from .devices.slots import check_shared_devices
+from .leases.settings import GPUHost
 from .ledger.prices import GPURates
 from .ledger.settings import GPUCredits
 from .members.service import GPUMembers
@@ -114,6 +115,7 @@ class ServiceSettings:
 
     database: GPUDatabase
     devices: GPUDevices
+    host: GPUHost
     credits: GPUCredits
     rates: GPURates
     queue: GPUQueue
@@ -132,6 +134,12 @@ class ServiceSettings:
     def require_valid(self) -> None:
         """Raise ConfigError if a value has the right type but is not allowed."""
         self.devices.read_shared_devices()
+        if self.host.read_budget() is not None and self.slurm.cluster_file:
+            what = (
+                "c.GPUHost sets a budget of memory or CPU cores, but c.GPUSlurm.cluster_file is "
+                "set: on a cluster Slurm gives them out. Leave one of the two out"
+            )
+            raise ConfigError(what=what)
         self.rates.read()
         self.credits.policies  # noqa: B018 - parsing it raises ConfigError
         self.idle.read_policies()

@@ -21,7 +21,15 @@ from .models import Environment
 from .value_kinds import LONGEST_SLUG
 
 OCI = "org.opencontainers.image."
-_PLAIN = ("first_page", "shm_size", "min_driver", "min_cuda", "min_memory", "mem_limit")
+_PLAIN = (
+    "first_page",
+    "shm_size",
+    "min_driver",
+    "min_cuda",
+    "min_memory",
+    "mem_limit",
+    "mem_guarantee",
+)
 """Labels whose values are copied to keys of the same name."""
 
 

@@ -26,6 +26,7 @@ from ..core.config_models import (
     mistake,
 )
 from ..core.errors import InvalidRequest
+from ..core.units import format_bytes
 from .value_kinds import (
     Day,
     DeviceModels,
@@ -358,6 +359,29 @@ class Environment(_ServerSettings):
                 f"{self.devices.max} GPUs. Leave out 'max', or write 'sharing: any'.",
                 "sharing",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_guarantees(self) -> Environment:
+        """Reject a guarantee above its limit, whatever a member chooses of the options."""
+        choices = [option.choices.values() for option in self.profile_options.values()]
+        keys = ("mem_guarantee", "mem_limit", format_bytes), ("cpu_guarantee", "cpu_limit", str)
+        for guarantee, limit, written in keys:
+            found = {(getattr(self, guarantee), getattr(self, limit))}
+            for some in choices:
+                found = {
+                    (getattr(choice, guarantee) or kept, getattr(choice, limit) or most)
+                    for kept, most in found
+                    for choice in some
+                }
+            for kept, most in found:
+                if kept and most and kept > most:
+                    where = ", with some of its options," if choices else ""
+                    raise mistake(
+                        f"has{where} a '{guarantee}' of {written(kept)}, but a '{limit}' of "
+                        f"{written(most)}. Lower the one or raise the other.",
+                        guarantee,
+                    )
         return self
 
     @property

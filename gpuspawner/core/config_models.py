@@ -238,6 +238,9 @@ def _size(base: int) -> Checked:
     return Checked(check, {"anyOf": written, "examples": ["8G"]})
 
 
+parse_size = _size(1024).check
+"""Return a :data:`Size` as bytes. Raises ValueError with the end of a sentence."""
+
 Size = Annotated[int, _size(1024)]
 """Bytes, or text with a unit in powers of 1024 as in JupyterHub: ``8G``."""
 

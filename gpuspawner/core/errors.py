@@ -49,6 +49,13 @@ class NoDeviceFree(Refused):
     ways_on = ("queue", "cpu")
 
 
+class HostFull(NoDeviceFree):
+    """The machine has no memory or CPU left for this server. Try again when others have stopped
+    theirs."""
+
+    reason = "host_full"
+
+
 class TooMuchAsked(Refused):
     """The request exceeds what this hub has or allows."""
 

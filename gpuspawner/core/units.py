@@ -36,6 +36,11 @@ def format_bytes(size: int) -> str:
     return f"{value:.1f} {_UNITS[unit]}" if unit else f"{size} bytes"
 
 
+def format_cores(milli: int) -> str:
+    """Format thousandths of CPU cores with their noun: ``1 CPU core`` or ``2.5 CPU cores``."""
+    return f"{milli / 1000:g} CPU core{'' if milli == 1000 else 's'}"
+
+
 MICRO = 1_000_000
 """Microcredits in one credit. All amounts are whole microcredits."""
 

@@ -193,6 +193,9 @@ leases = Table(
     Column("days", Integer),
     Column("preemptible", Boolean, nullable=False, default=False, server_default=false()),
     Column("yields_at", UTCDateTime),
+    # What is reserved for it of the host's memory and CPU until it ends.
+    Column("host_memory_bytes", BigInteger, nullable=False, default=0, server_default=text("0")),
+    Column("host_milli_cpus", BigInteger, nullable=False, default=0, server_default=text("0")),
     CheckConstraint("state IN ('granted', 'running', 'ended')", name="leases_state"),
     CheckConstraint("(state = 'ended') = (ended_at IS NOT NULL)", name="leases_end"),
     CheckConstraint("rate >= 0 AND hold >= 0 AND charged >= 0", name="leases_amounts"),

@@ -24,10 +24,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
 from ..core.errors import NoDeviceFree, TooMuchAsked
+from ..core.units import DeviceCount
 from ..leases.models import NO_SLOT, Request, Sharing, Slot
 from .models import Device, DeviceStatus, Inventory, model_matches, model_words
 from .topology import ALONE, LinkedDevices, Links, best_connected, neighbours
@@ -427,6 +429,12 @@ class PlacementIndex:
             if uuid in now.free or uuid in now.partly
         }
         return {uuid: count for uuid, count in left.items() if count}
+
+    def count_free(self, taken: frozenset[str]) -> DeviceCount:
+        """Return how many devices could be granted now; one free slot of four counts as 1/4."""
+        slots = self.free_slots(taken)
+        shared = sum(Fraction(left, self.by_uuid[uuid].slots) for uuid, left in slots.items())
+        return len(self.free(taken) - slots.keys()) + shared
 
     def _choose_slot(
         self, request: Request, taken: frozenset[str], shared: Collection[str]

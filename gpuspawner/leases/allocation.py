@@ -27,8 +27,9 @@ from ..devices.closures import keeper
 from ..ledger.credit_policy import OVERDRAFT
 from ..ledger.models import Account
 from ..ledger.repository import HOLDS
+from .host_resources import HostAmount
 from .models import ServerRef
-from .repository import CLOSED, HELD, PAYS, PLACES
+from .repository import CLOSED, HELD, PAYS, PLACES, RESERVED
 
 _of_account = sa.bindparam("account", type_=sa.Text)
 _server = (
@@ -67,6 +68,8 @@ _ALL = sa.select(
     _shared.scalar_subquery(),
     _kept.scalar_subquery(),
 )
+_LENGTH = len(_ALL.selected_columns)
+_ALL_AND_HOST = _ALL.add_columns(*(each.scalar_subquery() for each in RESERVED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +97,24 @@ class AllocationContext:
     """
     kept: frozenset[str]
     """The UUIDs of the devices reserved for this server, which restarts with them."""
+    reserved: HostAmount | None = None
+    """What open leases have reserved of the host's memory and CPU, if that was asked."""
 
 
-def read(connection: sa.Connection, server: ServerRef, account: str) -> AllocationContext:
-    """Return what a grant to this server needs to know if ``account`` pays."""
+def read(
+    connection: sa.Connection, server: ServerRef, account: str, *, with_host: bool = False
+) -> AllocationContext:
+    """Return what a grant to this server needs to know if ``account`` pays.
+
+    ``with_host``: also what is reserved of the host, for which all open leases are read.
+    """
     asked = {"member": server.user, "server": server.name, "keeper": keeper(server)}
-    found = connection.execute(_ALL, {**asked, "account": account}).one()
-    lease_id, places, closed, has_rates, due, is_paying, balance, held, former, shared, kept = found
+    statement = _ALL_AND_HOST if with_host else _ALL
+    found = connection.execute(statement, {**asked, "account": account}).one()
+    lease_id, places, closed, has_rates, due, is_paying, balance, held, former, shared, kept = (
+        found[:_LENGTH]
+    )
+    host = found[_LENGTH:]
     return AllocationContext(
         lease_id=lease_id,
         taken=frozenset(" ".join(filter(None, (places, closed))).split()),
@@ -111,4 +125,5 @@ def read(connection: sa.Connection, server: ServerRef, account: str) -> Allocati
         is_former=former,
         overdraft=shared,
         kept=frozenset((kept or "").split()),
+        reserved=HostAmount(*map(int, host)) if host else None,
     )

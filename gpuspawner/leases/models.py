@@ -9,6 +9,8 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from .host_resources import HostAmount
+
 RUN_PREFIX = "run:"
 """How the name of a run begins where servers are named; JupyterHub 6 allows no colon in those."""
 
@@ -86,6 +88,15 @@ class Request:
     min_cuda: str = ""
     """The oldest CUDA version that the driver must support; empty means any."""
     sharing: Sharing = Sharing.WHOLE
+    host_memory_bytes: int = 0
+    """Memory of the host that is guaranteed to the server."""
+    host_milli_cpus: int = 0
+    """Thousandths of a CPU core that are guaranteed to it."""
+
+    @property
+    def host(self) -> HostAmount:
+        """What is guaranteed to the server of the host's memory and CPU."""
+        return HostAmount(self.host_memory_bytes, self.host_milli_cpus)
 
 
 NO_SLOT = -1
@@ -242,6 +253,15 @@ class Lease:
     """True if it yields its devices to every start that is not preemptible."""
     yields_at: datetime | None = None
     """When it is stopped because others get its devices; None if it need not yield."""
+    host_memory_bytes: int = 0
+    """Memory of the host that is reserved for it until it ends."""
+    host_milli_cpus: int = 0
+    """Thousandths of a CPU core that are reserved for it until it ends."""
+
+    @property
+    def host(self) -> HostAmount:
+        """What is reserved for it of the host's memory and CPU."""
+        return HostAmount(self.host_memory_bytes, self.host_milli_cpus)
 
     @property
     def up_since(self) -> datetime | None:

@@ -31,6 +31,7 @@ from ..db.schema import (
 from ..devices import closures as devices_closures
 from ..devices.closures import SUBJECTS, Closure, keeper, kept_for
 from ..monitoring import repository as monitoring_repository
+from .host_resources import HostAmount
 from .models import NO_SLOT, Lease, LeasedDevice, LeaseState, ServerRef, Slot
 
 _LEASE_FIELDS = tuple(n for n in Lease.__dataclass_fields__ if n not in ("server", "devices"))
@@ -47,6 +48,12 @@ PLACES = sa.select(sa.func.aggregate_strings(_place, " ")).where(OPEN_PLACE)
 CLOSED = sa.select(sa.func.aggregate_strings(SUBJECTS.c.subject + f":{NO_SLOT}", " "))
 """The two parts that :func:`places_taken` reads."""
 _PLACES = PLACES.add_columns(CLOSED.scalar_subquery())
+RESERVED = tuple(
+    sa.select(sa.func.coalesce(sa.func.sum(column), 0)).where(OPEN_LEASE)
+    for column in (leases.c.host_memory_bytes, leases.c.host_milli_cpus)
+)
+"""Memory and CPU of the host that open leases have reserved; :func:`reserved` reads both."""
+_RESERVED = sa.select(*(each.scalar_subquery() for each in RESERVED))
 _TAKEN = sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(
     OPEN_PLACE
 )
@@ -147,6 +154,12 @@ def places_taken(connection: sa.Connection) -> frozenset[str]:
     """
     found = connection.execute(_PLACES).one()
     return frozenset(" ".join(filter(None, found)).split())
+
+
+def reserved(connection: sa.Connection) -> HostAmount:
+    """Return how much of the host's memory and CPU is reserved for open leases."""
+    memory, cpus = connection.execute(_RESERVED).one()
+    return HostAmount(int(memory), int(cpus))
 
 
 def had_one(connection: sa.Connection, ticket_id: str, server: ServerRef) -> bool:

@@ -13,7 +13,15 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..core.clock import engine_time
-from ..core.errors import GrantingPaused, NoCredits, NoDeviceFree, ServerHasLease, UnknownLease
+from ..core.errors import (
+    GrantingPaused,
+    HostFull,
+    NoCredits,
+    NoDeviceFree,
+    ServerHasLease,
+    TooMuchAsked,
+    UnknownLease,
+)
 from ..core.units import format_credits, format_price
 from ..db.clock import Timekeeper
 from ..db.engine import Store
@@ -33,6 +41,7 @@ from ..ledger.service import LedgerService, note
 from ..ledger.settings import GPUCredits
 from ..members.service import require_member
 from . import allocation, reconciliation, repository
+from .host_resources import HostAmount, HostBudget
 from .models import Lease, LeasedDevice, LeaseState, Request, ServerRef, Sighting, Slot, Terms
 
 PAUSED = Slot.closure(GRANTING).text
@@ -60,6 +69,8 @@ class LeaseService:
     take_back: Callable[[str | None, str], None]
     """Tells the external scheduler that the server of a ticket is gone."""
     log: logging.Logger
+    budget: HostBudget | None = None
+    """How much of the host's memory and CPU leases may reserve; None if that has no budget."""
     engine_ids: dict[str, str] = field(default_factory=dict)
     """The last known identity of each engine, by the engine's name."""
 
@@ -154,7 +165,7 @@ class LeaseService:
         **terms: Any,
     ) -> Lease:
         """Choose slots, hold credits and insert the lease, in the caller's transaction."""
-        known = allocation.read(connection, server, account)
+        known = allocation.read(connection, server, account, with_host=self.budget is not None)
         if known.is_former:
             require_member(connection, server.user)
         if known.lease_id:
@@ -169,6 +180,8 @@ class LeaseService:
                 kept = slots_beside(known.kept, look.fleet)
                 seconds = terms.get("seconds"), repository.left_of(connection, server, now)
                 terms["seconds"] = min((x for x in seconds if x is not None), default=None)
+        if known.reserved is not None:
+            self._require_room(request, known.reserved, look.fleet, taken)
         if request.devices:
             if PAUSED in taken:
                 raise GrantingPaused(
@@ -206,12 +219,40 @@ class LeaseService:
             hold=hold,
             granted_at=granted_at or now,
             engine_id=self.engine_ids.get(terms["engine"], ""),
+            **request.host.as_fields(),
             **terms,
         )
         repository.insert(connection, lease, one_slot_a_device=not look.fleet.slots_only)
         if known.kept:
             repository.go_on_resting(connection, lease)
         return lease
+
+    def require_budget(self, request: Request) -> None:
+        """Raise TooMuchAsked if the host can never guarantee so much, however long it waits."""
+        if self.budget is None or request.host.fits(self.budget.total):
+            return
+        raise TooMuchAsked(
+            f"This environment guarantees its server {request.host}, but this machine has "
+            f"{self.budget.total.less_than(request.host)} for all servers together. Choose less or "
+            "another environment, or tell your admin.",
+            field="environment",
+        )
+
+    def _require_room(
+        self, request: Request, reserved: HostAmount, fleet: PlacementIndex, taken: frozenset[str]
+    ) -> None:
+        """Raise HostFull if the host has too little memory or CPU left, or TooMuchAsked."""
+        self.require_budget(request)
+        if self.budget is None or not request.host:
+            return
+        has_devices = bool(request.devices)
+        free = 0 if has_devices else fleet.count_free(taken)
+        left = self.budget.left(reserved, free, has_devices=has_devices)
+        if not request.host.fits(left):
+            raise HostFull(
+                f"This server needs {request.host.lacking(left)}. Try again when others have "
+                "stopped theirs."
+            )
 
     def payer_now(self, connection: sa.Connection, name: str, now: datetime) -> Account:
         """Return the account, less everything its servers owe but were not charged yet."""

@@ -47,6 +47,7 @@ from ..core.errors import (
 from ..core.units import format_credits
 from ..engines.base import Engine
 from ..engines.injection import framework_hints
+from ..leases.host_resources import HostAmount
 from ..leases.models import Lease, LeasedDevice, LeaseKind, LeaseState, Request, ServerRef, Terms
 from ..ledger.rules import check_payer
 from ..queue.models import Ticket
@@ -329,6 +330,10 @@ class GPUSpawnerMixin(Spawner):
         """Return ``gpu_limit`` for this member."""
         return int(self._value_of("gpu_limit"))
 
+    def usual_guarantee(self) -> HostAmount:
+        """Return what the spawner's own traits guarantee, for environments that say nothing."""
+        return HostAmount.of(self._value_of("mem_guarantee"), self._value_of("cpu_guarantee"))
+
     def _value_of(self, trait: str) -> Any:
         value = getattr(self, trait)
         return value(self) if callable(value) else value
@@ -429,7 +434,8 @@ class GPUSpawnerMixin(Spawner):
                 "The image comes with the environment: choose that instead.", field="image"
             )
         environment = options.choose_environment(self.load_catalog(), choice, self.group_names)
-        return environment, options.resolve(choice, environment, self.most_gpus())
+        usual = self.usual_guarantee()
+        return environment, options.resolve(choice, environment, self.most_gpus(), usual)
 
     def terms(self, environment: Environment, request: Request) -> Terms:
         """Return the terms on which this start asks for its devices.
@@ -654,9 +660,9 @@ class GPUSpawnerMixin(Spawner):
             nonlocal chosen
             self._must_be_there(ticket.server)
             chosen, request = self.resolve_options()
-            # The environment's driver requirements may change meanwhile: no member asks for those.
-            asked = ticket.request
-            if request != replace(asked, min_driver=request.min_driver, min_cuda=request.min_cuda):
+            # What no member asks for may change meanwhile: driver requirements and guarantees.
+            kept = {name: getattr(request, name) for name in ("min_driver", "min_cuda")}
+            if request != replace(ticket.request, **kept, **request.host.as_fields()):
                 raise TicketEnded(why="you may no longer use what you asked for")
             terms = self.terms(chosen, request)
             check_payer(ticket.account, ticket.server.user, terms.groups)
@@ -1052,6 +1058,10 @@ class GPUSpawnerMixin(Spawner):
         for trait in ("mem_limit", "mem_guarantee", "cpu_limit", "cpu_guarantee"):
             if (value := getattr(environment, trait)) is not None:
                 setattr(self, trait, value)
+        for limit, guarantee in (("mem_limit", "mem_guarantee"), ("cpu_limit", "cpu_guarantee")):
+            most, kept = getattr(environment, limit), self._value_of(guarantee)
+            if most and kept and kept > most:  # the hub's usual one: engines would refuse it
+                setattr(self, guarantee, most)
         # /lab is also the default of an environment, which must not override the admin.
         if self.catalog and (
             environment.default_url != "/lab" or not self.is_configured("default_url")

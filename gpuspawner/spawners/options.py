@@ -20,6 +20,7 @@ from ..catalog.loader import Catalog
 from ..catalog.models import Environment, SessionHours
 from ..catalog.value_kinds import MOST_HOURS
 from ..core.errors import ConfigError, InvalidRequest, TooMuchAsked
+from ..leases.host_resources import NOTHING, HostAmount, guaranteed_to
 from ..leases.models import SHARE, Request, Sharing
 from ..ledger.rules import parse_account
 
@@ -232,11 +233,15 @@ def choose_environment(
     return with_data(catalog, environment, choice.data, groups)
 
 
-def resolve(choice: FormChoice, environment: Environment, limit: int) -> Request:
+def resolve(
+    choice: FormChoice, environment: Environment, limit: int, usual: HostAmount = NOTHING
+) -> Request:
     """Return the request that results from the choice in this environment.
 
-    ``limit`` is the most devices that one server of this member may have. Raises TooMuchAsked.
+    ``limit`` is the most devices that one server of this member may have; ``usual`` is guaranteed
+    where the environment guarantees nothing. Raises TooMuchAsked.
     """
+    host = guaranteed_to(environment, usual).as_fields()
     most = min(limit, environment.devices.max)
     asked = choice.gpus
     if asked is None:
@@ -259,7 +264,7 @@ def resolve(choice: FormChoice, environment: Environment, limit: int) -> Request
             field="gpus",
         )
     if not count:
-        return Request(environment=environment.slug)
+        return Request(environment=environment.slug, **host)
     return Request(
         devices=count,
         environment=environment.slug,
@@ -270,6 +275,7 @@ def resolve(choice: FormChoice, environment: Environment, limit: int) -> Request
         min_driver=environment.min_driver,
         min_cuda=environment.min_cuda,
         sharing=Sharing.SLOT if asked == SHARE else Sharing.WHOLE,
+        **host,
     )
 
 

@@ -21,6 +21,7 @@ from gpuspawner.db.schema import accounts, lease_places, postings, transfers
 from gpuspawner.devices.simulated import SimulatedDevices
 from gpuspawner.leases import repository as leases_repository
 from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef
+from gpuspawner.leases.settings import GPUHost
 from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger.checks import Books, PostingRow, check_all
 from gpuspawner.ledger.models import TransferKind
@@ -91,11 +92,13 @@ SETTINGS = {
     "archives": "GPUFolders.archives",
     "gpu_injection": "GPUDockerSpawner.gpu_injection",
     "cluster": "GPUSlurm.cluster_file",
+    "host_memory": "GPUHost.memory",
+    "host_cpus": "GPUHost.cpus",
 } | {
     name: f"{each.__name__}.{name}"
-    for each in (GPUDevices, GPUCredits, GPUQueue)
+    for each in (GPUDevices, GPUCredits, GPUQueue, GPUHost)
     for name in each.class_trait_names(config=True)
-    if name not in ("source", "policy")
+    if name not in ("source", "policy", "memory", "cpus")
 }
 """What a test says of settings in a keyword, and where the configuration has it."""
 

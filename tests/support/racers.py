@@ -159,6 +159,39 @@ def many_ask(gate: Barrier, url: str, prefix: str, count: int) -> list[str]:
     return answers
 
 
+def many_reserve(
+    gate: Barrier, url: str, prefix: str, count: int, settings: dict[str, Any]
+) -> list[str]:
+    """``count`` members ask at once for memory and CPU, every third one for a device, too; who got
+    it gives it back and asks once more."""
+    services = open_services(url, **settings)
+    services.monitoring.overview()
+    gate.wait(120)
+
+    def reserve(number: int) -> list[str]:
+        answers = []
+        for _ in range(2):
+            try:
+                lease = acquire(
+                    services,
+                    f"{prefix}-{number}",
+                    devices=int(number % 3 == 0),
+                    host_memory_bytes=(1 + number % 4) * 2**30,
+                    host_milli_cpus=500 * (1 + number % 3),
+                )
+            except GPUSpawnerError as error:
+                answers.append(type(error).__name__)
+                continue
+            answers.append("lease")
+            if number % 2:
+                services.leases.release(lease.id, reason="raced")
+        return answers
+
+    found = list(services.store.executor.map(reserve, range(count)))
+    services.store.close()
+    return [answer for answers in found for answer in answers]
+
+
 def one_asks_again_and_again(
     gate: Barrier, url: str, user: str, server: str, rounds: int, settings: dict[str, Any]
 ) -> list[str]:

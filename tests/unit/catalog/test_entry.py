@@ -9,7 +9,8 @@ import pytest
 
 from gpuspawner.catalog.loader import Catalog
 from gpuspawner.catalog.parser import schema
-from gpuspawner.core.errors import GPUSpawnerError, InvalidRequest
+from gpuspawner.core.errors import ConfigError, GPUSpawnerError, InvalidRequest
+from gpuspawner.leases.host_resources import HostAmount, guaranteed_to
 from gpuspawner.spawners import options
 from tests.unit.catalog.texts import DIGEST, by_parser, by_schema, entry
 
@@ -117,6 +118,51 @@ def test_unchosen_options_use_their_defaults() -> None:
     assert (usual.image, usual.mem_limit, usual.default_url) == ("torch:2.5", 8 * 2**30, "/lab")
     assert usual.spawner_override == {"http_timeout": 90, "extra_host_config": {"init": True}}
     assert own.images == ("torch:2.5", "torch:2.4")
+
+
+GUARANTEES = """
+environments:
+  - slug: pytorch
+    image: torch
+    {entry}
+    profile_options:
+      memory:
+        choices:
+          small: {{{small}}}
+          large: {{mem_limit: 32G}}
+      cores:
+        choices:
+          few: {{{few}}}
+          many: {{cpu_limit: 8}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("entry", "small", "few", "words"),
+    [
+        ("mem_guarantee: 16G", "mem_limit: 8G", "cpu_limit: 2", "16.0 GB, but a 'mem_limit' of 8"),
+        ("mem_limit: 8G", "mem_guarantee: 9G", "cpu_limit: 2", "with some of its options, a 'mem"),
+        ("cpu_limit: 4", "mem_limit: 8G", "cpu_guarantee: 4.5", "'cpu_guarantee' of 4.5, but a 'c"),
+        ("mem_limit: 8G", "mem_limit: 4G", "mem_guarantee: 6G", "6.0 GB, but a 'mem_limit' of 4"),
+    ],
+)
+def test_no_choice_of_options_guarantees_more_than_its_limit(
+    entry: str, small: str, few: str, words: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Catalog.from_text(GUARANTEES.format(entry=entry, small=small, few=few))
+    assert words in refused.value.message and "Lower the one" in refused.value.message
+
+
+def test_choice_may_lower_the_guarantee_with_the_limit() -> None:
+    small = "mem_limit: 8G, mem_guarantee: 4G"
+    text = GUARANTEES.format(entry="mem_guarantee: 16G", small=small, few="cpu_guarantee: 1")
+    own = Catalog.from_text(text).get("pytorch")
+    assert guaranteed_to(own.with_options({})) == HostAmount(4 * 2**30, 1000)
+    large = own.with_options({"memory": "large", "cores": "many"})
+    assert guaranteed_to(large) == HostAmount(16 * 2**30)
+    usual = HostAmount(2**40, 12_000)
+    assert guaranteed_to(large, usual) == HostAmount(16 * 2**30, 8000), "up to its limit"
 
 
 def test_choice_overrides_its_keys_and_merges_variables() -> None:

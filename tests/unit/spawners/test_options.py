@@ -21,6 +21,7 @@ from gpuspawner.core.errors import (
     TooMuchAsked,
 )
 from gpuspawner.core.units import MICRO
+from gpuspawner.leases.host_resources import HostAmount
 from gpuspawner.leases.models import Request, Sharing
 from gpuspawner.spawners.form import hour_choices, usual_label
 from gpuspawner.spawners.mixin import GPUSpawnerMixin
@@ -240,6 +241,9 @@ def test_environment_may_require_gpu_and_limit_caps_its_default() -> None:
     assert resolve(FormChoice(), two, limit=1).devices == 1
     assert resolve(FormChoice(), two, limit=0) == Request(environment="two")
     assert resolve(FormChoice(), PLAIN, limit=8) == Request(environment="plain")
+    usual = HostAmount(2**33, 1500)
+    plain = Request(environment="plain", host_memory_bytes=2**33, host_milli_cpus=1500)
+    assert resolve(FormChoice(), PLAIN, 8, usual) == plain
     only = Catalog.single(devices=DeviceLimits(default=1, max=1024)).environments[0]
     assert resolve(FormChoice(), only, limit=8) == Request(devices=1, environment="default")
 
