@@ -116,7 +116,8 @@ class Services(LoggingConfigurable):
         fresh_for = timedelta(seconds=self.settings.devices.refresh_seconds)
         # An external scheduler says itself how its devices are shared.
         shared = None if delegate else self.settings.devices.read_shared_devices()
-        self.watch = InventoryCache(source, self.store, fresh_for, shared)
+        reserved = self.settings.devices.read_reserved()
+        self.watch = InventoryCache(source, self.store, fresh_for, shared, reserved)
         self.machines = MachineService(self.store, delegate, self.log)
         self.devices = DeviceService(self.store, self.time, self.watch, self.machines)
         self.mig = MIGService(self.store, self.time, self.settings.sharing, source.name, self.log)

@@ -12,6 +12,7 @@ from traitlets.config import Config, LoggingConfigurable
 
 from .core.errors import ConfigError
 from .db.engine import default_url
+from .devices.reservations import Reservation, check_reserved
 from .devices.slots import check_shared_devices
 from .leases.settings import GPUHost
 from .ledger.prices import GPURates
@@ -108,6 +109,28 @@ class GPUDevices(LoggingConfigurable):
         """Return the number of slots by model or UUID. Raises ConfigError."""
         return check_shared_devices(self.shared_devices)
 
+    reserved = Dict(
+        config=True,
+        help="""
+        Devices that are kept for groups, by part of a model's name or by UUID. Others never get
+        one, unless ``others`` is ``"preemptible"``: then their preemptible runs may use it while it
+        is idle, and have two minutes to leave when a member of the groups needs it.
+
+        A UUID goes before a model, and the longer of two model names before the shorter; the UUID
+        of a GPU is that of its MIG instances too. A change applies to what starts from then on.
+        On Slurm, reserve nodes there (``scontrol create reservation``). Example::
+
+            c.GPUDevices.reserved = {
+                "A100": ["vision-lab"],
+                "H100": {"groups": ["course-ml", "staff"], "others": "preemptible"},
+            }
+        """,
+    )
+
+    def read_reserved(self) -> dict[str, Reservation]:
+        """Return the reservations by model or UUID. Raises ConfigError."""
+        return check_reserved(self.reserved)
+
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
@@ -140,6 +163,11 @@ class ServiceSettings:
                 "set: on a cluster Slurm gives them out. Leave one of the two out"
             )
             raise ConfigError(what=what)
+        if self.devices.read_reserved() and self.slurm.cluster_file:
+            raise ConfigError(
+                "c.GPUDevices.reserved does not apply to a cluster, whose nodes Slurm gives out. "
+                "Remove it, and reserve nodes in Slurm: scontrol create reservation."
+            )
         self.rates.read()
         self.credits.policies  # noqa: B018 - parsing it raises ConfigError
         self.idle.read_policies()

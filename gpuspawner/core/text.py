@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable
 
 from .errors import InvalidRequest
 
@@ -22,6 +23,12 @@ def checked_reason(reason: str, *, needed: bool = False) -> str:
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         raise InvalidRequest("The reason has unreadable characters.", field="reason")
     return text
+
+
+def listing(parts: Iterable[str]) -> str:
+    """Join texts as ``A, B and C``, without empty ones."""
+    *first, last = [part for part in parts if part]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def short_text(value: object) -> str:

@@ -133,6 +133,8 @@ devices = Table(
     Column("parent_uuid", Text),
     Column("compute_mode", Text, nullable=False, default="default"),
     Column("slots", Integer, nullable=False, default=1),
+    Column("reserved_for", Text, nullable=False, default="[]", server_default=text("'[]'")),
+    Column("lent", Boolean, nullable=False, default=False, server_default=false()),
     Column("status", Text, nullable=False),
     Column("reason", Text, nullable=False, default=""),
     Column("processes", Text, nullable=False, default="[]"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..cli.command import command
@@ -62,6 +62,7 @@ def look(settings: Settings, services: Services | None) -> tuple[Inventory, tupl
         return inventory, device_views(inventory.devices, {})
     with services.store.read() as connection:
         known = repository.load_devices(connection, inventory.source)
+        inventory = replace(inventory, devices=services.watch.as_known(inventory, known))
         seen = repository.as_seen(known, inventory)
         taken, closed = leases_repository.taken(connection), closures.load(connection)
     return inventory, services.devices.on_machines(device_views(seen, taken, closed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
@@ -47,6 +47,10 @@ class Device:
     compute_mode: str = "default"
     """``default``, ``exclusive_process`` or ``prohibited``."""
     slots: int = 1
+    reserved_for: tuple[str, ...] = ()
+    """The groups that it is reserved for, in order; empty if it is open to everybody."""
+    lent: bool = False
+    """True if preemptible runs of others may use it while its groups do not."""
     status: DeviceStatus = DeviceStatus.OK
     reason: str = ""
     """Why the status is not ``ok``, in words.
@@ -158,6 +162,12 @@ def model_matches(pattern: str, model: str) -> bool:
     RTX 4090``. Parts of words do not match: ``A10`` is not A100 and ``L40`` is not L40S.
     """
     return set(model_words(pattern)) <= set(model_words(model))
+
+
+def longest_match(names: Iterable[str], model: str) -> str | None:
+    """Return the name that matches a model with the most words; None if none does."""
+    fitting = (name for name in names if model_matches(name, model))
+    return max(fitting, key=lambda name: (len(model_words(name)), name), default=None)
 
 
 class MachineScheduler(Protocol):

@@ -5,16 +5,20 @@ In this order:
   1. Never granted: a device that is not responding, is in MIG mode, is set to ``prohibited``, is
      fully taken, is occupied by a process without a lease, or has memory in use without a process.
      A request for whole devices gets shared ones only while all their slots are free; a request for
-     a slot gets shared devices only, and none where its member has a slot already.
-  2. Devices of one lease are distinct and of one model, so that a job runs evenly on all of them.
+     a slot gets shared devices only, and none where its member has a slot already. A device that
+     is reserved for groups is for their members, and for preemptible runs if it is lent.
+  2. Devices of one lease are distinct and of one model, so that a job runs evenly on all of them,
+     and reserved alike, as the queue counts them.
      A shared device is leased as the only one: the queue keeps one free of new slots until it is
      empty, and several at once could stay half empty for long.
-  3. For a slot, devices in use go before empty ones, so that whole devices stay free; a request by
+  3. Devices that are reserved for the member's groups go first, because the fewest others can use
+     them; then open ones, then those that are lent.
+  4. For a slot, devices in use go before empty ones, so that whole devices stay free; a request by
      memory gets the smallest slot instead. Then the tightest fit wins: the least memory that
      suffices, so that large devices stay free.
-  4. Of several equal fits: for N devices the best connected ones; for a single device the one that
+  5. Of several equal fits: for N devices the best connected ones; for a single device the one that
      the other free devices miss least.
-  5. Ties go to the lowest index, so that the same question always has the same answer.
+  6. Ties go to the lowest index, so that the same question always has the same answer.
 """
 
 from __future__ import annotations
@@ -29,9 +33,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..core.errors import NoDeviceFree, TooMuchAsked
+from ..core.text import listing
 from ..core.units import DeviceCount
 from ..leases.models import NO_SLOT, Request, Sharing, Slot
 from .models import Device, DeviceStatus, Inventory, model_matches, model_words
+from .reservations import Reservation, may_use, named_groups, preference, reservation_of
 from .topology import ALONE, LinkedDevices, Links, best_connected, neighbours
 
 
@@ -66,7 +72,12 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def suitable(request: Request, devices: Iterable[Device]) -> list[Device]:
-    """Return the devices that the request allows, free or not.
+    """Return the devices that the request allows and its member may use, free or not."""
+    return [device for device in of_request(request, devices) if may_use(request, device)]
+
+
+def of_request(request: Request, devices: Iterable[Device]) -> list[Device]:
+    """Return the devices that the request allows, free or not, also those reserved for others.
 
     A model that is written exactly like a device's name means that model alone: a member who picked
     ``NVIDIA A100-SXM4-40GB`` from a list does not get an instance of one. The memory of a slot is
@@ -97,17 +108,21 @@ def of_environment(request: Request, devices: list[Device]) -> list[Device]:
     return [d for d in devices if d.model in named]
 
 
-def by_model(devices: Iterable[Device]) -> dict[str, list[Device]]:
-    """Group devices by model, keeping their order."""
-    groups: dict[str, list[Device]] = {}
+Alike = tuple[str, Reservation]
+"""What devices of one lease have in common: their model, and whom they are reserved for."""
+
+
+def alike(devices: Iterable[Device]) -> dict[Alike, list[Device]]:
+    """Group devices that one lease may have together, keeping their order."""
+    groups: dict[Alike, list[Device]] = {}
     for device in devices:
-        groups.setdefault(device.model, []).append(device)
+        groups.setdefault((device.model, reservation_of(device)), []).append(device)
     return groups
 
 
-def most_of_one_model(devices: Iterable[Device]) -> int:
-    """Return the size of the largest group of one model."""
-    return max(Counter(d.model for d in devices).values(), default=0)
+def most_together(devices: Iterable[Device]) -> int:
+    """Return the size of the largest group of devices that one lease may have."""
+    return max(map(len, alike(devices).values()), default=0)
 
 
 def of_model(wanted: str | None, devices: list[Device]) -> list[Device]:
@@ -127,12 +142,13 @@ def no_device_free(
     matching: list[Device],
     candidates: list[Device],
     taken: Collection[Slot],
+    reserved: Sequence[Device] = (),
 ) -> NoDeviceFree:
     """Return the refusal of a request that can be granted later.
 
-    ``matching`` are the devices that the request allows, ``candidates`` the free ones among them.
-    Each matching device counts once, as the first that applies of free, in use, unknown, drained,
-    occupied.
+    ``matching`` are the devices that the request allows, ``candidates`` the free ones among them,
+    and ``reserved`` those that it would allow if they were not reserved for others. Each matching
+    device counts once, as the first that applies of free, in use, unknown, drained, occupied.
     """
     free = {d.uuid for d in candidates}
     busy = {place.uuid for place in taken}
@@ -147,7 +163,10 @@ def no_device_free(
         else:
             state = "occupied"
         counts[state] += 1
-    said = _who_has_them(request, len(matching), counts, most_of_one_model(candidates))
+    said = _who_has_them(request, len(matching), counts, most_together(candidates))
+    if reserved:
+        more = _count(len(reserved), "more is", "more are")
+        said += f" {more} reserved for {named_groups(reserved)}."
     return NoDeviceFree(said, matching=len(matching), **counts)
 
 
@@ -155,7 +174,9 @@ def too_much_asked(
     request: Request, existing: list[Device], matching: list[Device]
 ) -> TooMuchAsked:
     """Return the refusal of a request that none of the ``existing`` devices can ever satisfy."""
-    most = most_of_one_model(matching)
+    most = most_together(matching)
+    if reserved := [] if matching else reserved_for_others(request, existing):
+        return TooMuchAsked(_reserved(request, reserved), asked=request.devices, most=0)
     said = _what_would_fit(request, existing, matching, most)
     if request.devices > 1 and any(device.slots > 1 for device in suitable(request, existing)):
         most = max(1, most)
@@ -163,8 +184,17 @@ def too_much_asked(
     return TooMuchAsked(said, asked=request.devices, most=most, existing=len(existing))
 
 
+def reserved_for_others(request: Request, devices: Iterable[Device]) -> list[Device]:
+    """Return the devices that suit a request, but not its member."""
+    return [d for d in of_request(request, devices) if not may_use(request, d)]
+
+
 def no_slot_free(
-    request: Request, matching: list[Device], candidates: list[Device], taken: Collection[Slot]
+    request: Request,
+    matching: list[Device],
+    candidates: list[Device],
+    taken: Collection[Slot],
+    reserved: Sequence[Device] = (),
 ) -> NoDeviceFree:
     """Return the refusal of a request for a slot that can be granted later.
 
@@ -177,7 +207,7 @@ def no_slot_free(
             matching=len(matching),
             free=0,
         )
-    refusal = no_device_free(request, matching, [], taken)
+    refusal = no_device_free(request, matching, [], taken, reserved)
     slots = sum(device.slots for device in matching)
     if refusal.fields["in_use"] == len(matching):
         said = f"All {slots} shares of {_kind(len(matching), request)} are in use."
@@ -189,6 +219,8 @@ def no_slot_ever(request: Request, existing: list[Device], matching: list[Device
     """Return the refusal of a request for a slot that waiting does not help."""
     if matching:
         said = f"A share is of one GPU, and you asked for {request.devices}. Ask for 1."
+    elif reserved := reserved_for_others(request, existing):
+        said = _reserved(request, reserved)
     elif not any(device.slots > 1 for device in existing):
         said = "This hub has no shared GPU. Ask for a whole one, or start without a GPU."
     else:
@@ -221,7 +253,7 @@ def _who_has_them(request: Request, total: int, counts: Mapping[str, int], most_
     if counts["in_use"] == total:
         kind = _kind(total, request)
         return f"The only {kind} is in use." if total == 1 else f"All {total} {kind} are in use."
-    why = _listing(
+    why = listing(
         [
             _count(counts["in_use"], "is in use", "are in use"),
             _count(counts["occupied"], "is used", "are used", " by programs outside the hub"),
@@ -239,18 +271,36 @@ def _who_has_them(request: Request, total: int, counts: Mapping[str, int], most_
     return f"{asked}, and only {only} free: of {total}, {why}."
 
 
+def _reserved(request: Request, reserved: Sequence[Device]) -> str:
+    """Return the refusal of a request that only devices ``reserved`` for others would suit."""
+    shared = "shared " if request.sharing is Sharing.SLOT else ""
+    kind = f"{shared}{_kind(len(reserved), request)}"
+    every = f"All {kind} here are" if len(reserved) > 1 else f"The only {kind} here is"
+    said = f"{every} reserved for {named_groups(reserved)}."
+    if any(device.lent for device in reserved):
+        said += " Preemptible runs of others may use what is idle."
+    return said
+
+
 def _what_would_fit(
     request: Request, existing: list[Device], matching: list[Device], most: int
 ) -> str:
+    usable = [device for device in existing if may_use(request, device)]
+    are = "are" if len(usable) > 1 else "is"
+    open_to_all = "" if len(usable) == len(existing) else f" that {are} not reserved for others"
+    existing = usable
     if not existing:
         return "This hub has no GPU. Start without one."
     if not matching:
         return _why_none_suits(request, existing)
     has = f"You asked for {_count(request.devices, 'GPU', 'GPUs')}. "
-    has += f"This hub has {_count(len(existing), 'GPU', 'GPUs')}"
+    has += f"This hub has {_count(len(existing), 'GPU', 'GPUs')}{open_to_all}"
     advice = f"Ask for {most} at most."
     if most < len(matching):
-        return f"{has}, and those of one server are of one model: {_fleet(matching)}. {advice}"
+        same = "of one model"
+        if any(device.reserved_for for device in matching):
+            same += ", and reserved or not"
+        return f"{has}, and those of one server are {same}: {_fleet(matching)}. {advice}"
     if len(matching) == len(existing):
         return f"{has}. {advice}"
     memory = f"{format_memory(request.memory_bytes)} or more"
@@ -305,16 +355,14 @@ def _kind(count: int, request: Request) -> str:
 
 
 def _fleet(devices: Iterable[Device]) -> str:
-    return _listing([f"{n} {model}" for model, n in Counter(d.model for d in devices).items()])
+    return listing(
+        f"{len(some)} {model}" + (f" reserved for {listing(its.groups)}" if its.groups else "")
+        for (model, its), some in alike(devices).items()
+    )
 
 
 def _count(number: int, one: str, several: str, rest: str = "") -> str:
     return f"{number} {one if number == 1 else several}{rest}" if number else ""
-
-
-def _listing(parts: list[str]) -> str:
-    *first, last = [part for part in parts if part]
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 FEW = 16
@@ -371,6 +419,7 @@ class PlacementIndex:
             for d in leasable_ones
             for slot in range(NO_SLOT, d.slots)
         }
+        self._reserving = frozenset(group for d in devices for group in d.reserved_for)
         self._group = {uuid: near.group for uuid, near in self._near.items()}
         self._members = Counter(self._group.values())
         self._suitable = lru_cache(maxsize=64)(self._find_suitable)
@@ -381,6 +430,23 @@ class PlacementIndex:
         return request.sharing is Sharing.SLOT or (
             self.slots_only and any(device.slots > 1 for device in self.devices)
         )
+
+    def of_member(
+        self, request: Request, groups: AbstractSet[str], *, preemptible: bool = False
+    ) -> Request:
+        """Return a request with what decides which reserved devices its member may use."""
+        mine = tuple(sorted(self._reserving & groups))
+        preemptible = preemptible and bool(self._reserving)
+        if (mine, preemptible) == (request.groups, request.preemptible):
+            return request
+        return replace(request, groups=mine, preemptible=preemptible)
+
+    def differs_in_reservations(self, other: PlacementIndex) -> bool:
+        """Return True if a device that both have is reserved in another way there."""
+        if not self._reserving and not other._reserving:
+            return False
+        both = ((d, other.by_uuid.get(d.uuid)) for d in self.devices)
+        return any(o is not None and reservation_of(d) != reservation_of(o) for d, o in both)
 
     def choose(
         self, request: Request, taken: frozenset[str], *, shared: Collection[str] = ()
@@ -402,7 +468,12 @@ class PlacementIndex:
         if self.is_for_slot(request):
             return (self._choose_slot(replace(request, sharing=Sharing.SLOT), taken, shared),)
         known = self._suitable(
-            request.model, request.models, request.memory_bytes, request.devices > 1
+            request.model,
+            request.models,
+            request.memory_bytes,
+            request.groups,
+            request.preemptible,
+            request.devices > 1,
         )
         if known.most < request.devices:
             raise too_much_asked(request, self._existing, list(known.devices))
@@ -410,10 +481,15 @@ class PlacementIndex:
         if request.devices == 1 and (best := self._choose_one(known, now)):
             return (Slot(best.uuid),)
         candidates = [device for device in known.devices if device.uuid in now.free]
-        if most_of_one_model(candidates) < request.devices:
-            places = map(Slot.from_text, taken)
-            raise no_device_free(request, list(known.devices), candidates, list(places))
-        chosen = _choose_several(candidates, request.devices, self.links)
+        if most_together(candidates) < request.devices:
+            raise no_device_free(
+                request,
+                list(known.devices),
+                candidates,
+                list(map(Slot.from_text, taken)),
+                reserved_for_others(request, self._existing),
+            )
+        chosen = _choose_several(candidates, request, self.links)
         return tuple(Slot(device.uuid) for device in chosen)
 
     def free(self, taken: frozenset[str]) -> frozenset[str]:
@@ -446,14 +522,17 @@ class PlacementIndex:
         candidates = [device for device in matching if device.uuid in left]
         others = [device for device in candidates if device.uuid not in shared]
         if not others:
-            raise no_slot_free(request, matching, candidates, list(map(Slot.from_text, taken)))
+            reserved = reserved_for_others(request, self._existing)
+            places = list(map(Slot.from_text, taken))
+            raise no_slot_free(request, matching, candidates, places, reserved)
 
-        def preference(device: Device) -> tuple[int, bool, int, int, tuple[int, str]]:
+        def rank(device: Device) -> tuple[int, int, bool, int, int, tuple[int, str]]:
+            own = preference(device.reserved_for, request.groups)
             share = device.memory_bytes // device.slots if request.smallest else 0
             count = left[device.uuid]
-            return share, count == device.slots, device.memory_bytes, count, _by_index(device)
+            return own, share, count == device.slots, device.memory_bytes, count, _by_index(device)
 
-        return _left(min(others, key=preference), taken)[0]
+        return _left(min(others, key=rank), taken)[0]
 
     def _now(self, taken: frozenset[str]) -> _Free:
         """Return what is free, derived from the last answer if that is nearly the same."""
@@ -508,23 +587,40 @@ class PlacementIndex:
         return self.by_uuid[best.uuid] if best else None
 
     def _find_suitable(
-        self, model: str | None, models: tuple[str, ...], memory_bytes: int, are_several: bool
+        self,
+        model: str | None,
+        models: tuple[str, ...],
+        memory_bytes: int,
+        groups: tuple[str, ...],
+        preemptible: bool,
+        are_several: bool,
     ) -> _Suitable:
-        request = Request(devices=1, model=model, models=models, memory_bytes=memory_bytes)
+        request = Request(
+            devices=1,
+            model=model,
+            models=models,
+            memory_bytes=memory_bytes,
+            groups=groups,
+            preemptible=preemptible,
+        )
         found = suitable(request, self._existing)
         if are_several:
             found = [device for device in found if device.slots == 1]
-        ranked = sorted(_rank(device, self._near.get(device.uuid, ALONE)) for device in found)
-        groups: dict[int | None, list[_Rank]] = {}
+        ranked = sorted(
+            _rank(device, self._near.get(device.uuid, ALONE), groups) for device in found
+        )
+        by_group: dict[int | None, list[_Rank]] = {}
         for one in ranked:
-            groups.setdefault(one.group, []).append(one)
-        firsts = sorted(ones[0] for group, ones in groups.items() if group is not None)
-        return _Suitable(tuple(found), most_of_one_model(found), groups, tuple(firsts))
+            by_group.setdefault(one.group, []).append(one)
+        firsts = sorted(ones[0] for group, ones in by_group.items() if group is not None)
+        return _Suitable(tuple(found), most_together(found), by_group, tuple(firsts))
 
 
 class _Rank(NamedTuple):
     """The rank of a device for a request of one: the smallest is the best."""
 
+    preference: int
+    """0 if it is reserved for the member's groups, 1 if it is open, 2 if others lend it."""
     memory_bytes: int
     missed: int
     """What the other free devices lose when it is taken."""
@@ -533,8 +629,15 @@ class _Rank(NamedTuple):
     group: int | None
 
 
-def _rank(device: Device, near: LinkedDevices) -> _Rank:
-    return _Rank(device.memory_bytes, near.worth, _by_index(device), device.uuid, near.group)
+def _rank(device: Device, near: LinkedDevices, groups: tuple[str, ...]) -> _Rank:
+    return _Rank(
+        preference(device.reserved_for, groups),
+        device.memory_bytes,
+        near.worth,
+        _by_index(device),
+        device.uuid,
+        near.group,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,21 +667,23 @@ class _Suitable:
     """The first of each group, best first."""
 
 
-def _choose_several(candidates: list[Device], count: int, links: Links) -> list[Device]:
-    """Choose the best ``count`` devices of one model.
+def _choose_several(candidates: list[Device], request: Request, links: Links) -> list[Device]:
+    """Choose the best devices of one model for a request of several.
 
-    Whole GPUs go before MIG instances, because CUDA cannot use several of those at once; then the
-    tightest fit, then the best connected.
+    Whole GPUs go before MIG instances, because CUDA cannot use several of those at once; then those
+    reserved for the member, then the tightest fit, then the best connected.
     """
-    options = []
-    for group in by_model(candidates).values():
+    options, count = [], request.devices
+    for group in alike(candidates).values():
         if len(group) < count:
             continue
         near = best_connected([d.uuid for d in group], count, links)
         members = [group[position] for position in near.members]
         instance = any(d.parent_uuid is not None for d in members)
         memory = min(d.memory_bytes for d in group)
-        rank = (instance, memory, -near.total, -near.least, [_by_index(d) for d in members])
+        whose = preference(group[0].reserved_for, request.groups)
+        order = [_by_index(d) for d in members]
+        rank = (instance, whose, memory, -near.total, -near.least, order)
         options.append((rank, members))
     return min(options, key=lambda option: option[0])[1]
 

@@ -101,13 +101,15 @@ def slots_of(connection: sa.Connection, uuids: Collection[str]) -> dict[str, int
 def _row(device: Device, inventory: Inventory) -> dict[str, Any]:
     row = asdict(device)
     row["status"] = device.status.value
-    row["processes"] = json.dumps(row["processes"])
+    for name in ("processes", "reserved_for"):
+        row[name] = json.dumps(row[name])
     return row | {"source": inventory.source, "observed_at": inventory.observed_at}
 
 
 def _device(row: Any) -> Device:
     fields = {name: row[name] for name in row if name not in ("source", "observed_at")}
     fields["status"] = DeviceStatus(fields["status"])
+    fields["reserved_for"] = tuple(json.loads(fields["reserved_for"]))
     fields["processes"] = tuple(DeviceProcess(**p) for p in json.loads(fields["processes"]))
     return Device(**fields)
 

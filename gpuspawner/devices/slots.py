@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import ConfigError
 from ..leases.models import LeasedDevice
-from .models import Device, DeviceStatus, model_matches, model_words
+from .models import Device, DeviceStatus, longest_match, model_words
 from .placement import format_memory
 
 MOST_SLOTS = 16
@@ -40,8 +40,7 @@ def slots_wanted(device: Device, shared: Mapping[str, int]) -> int:
         return 1
     if device.uuid in shared:
         return shared[device.uuid]
-    fitting = [name for name in shared if model_matches(name, device.model)]
-    best = max(fitting, key=lambda name: (len(model_words(name)), name), default=None)
+    best = longest_match(shared, device.model)
     return shared[best] if best is not None else 1
 
 

@@ -19,6 +19,7 @@ from . import repository
 from .closures import LEAK, Closure, kept_for
 from .models import Device, DeviceStatus, Inventory
 from .placement import PlacementIndex, leasable
+from .reservations import Reservation, reservation_of, with_reservations
 from .slots import share_label, slots_wanted, with_slots
 from .source import DeviceSource
 
@@ -42,8 +43,9 @@ class InventoryCache:
     """Observes a source at most every ``refresh`` and keeps the store's device table current.
 
     ``shared`` has the numbers of slots that an admin wants, by model or UUID; None if the source
-    says itself how its devices are shared. Only the hub changes them, when nobody uses a device:
-    all other processes take them from the table.
+    says itself how its devices are shared. ``reserved`` has the reservations, likewise. Only the
+    hub changes both, the slots when nobody uses a device: all other processes take them from the
+    table. So the hub, which alone grants, has the same reservations for as long as it runs.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class InventoryCache:
         store: Store,
         refresh: timedelta,
         shared: Mapping[str, int] | None = None,
+        reserved: Mapping[str, Reservation] | None = None,
     ) -> None:
         self.source = source
         self.store = store
         self.refresh = refresh
         self.shared = shared
+        self.reserved = reserved or {}
         self.changes_slots = False
         """True in the hub."""
         self._lock = threading.Lock()
@@ -76,7 +80,7 @@ class InventoryCache:
             self._stale = False
             inventory = self.source.observe(now)
             late = self._saved_at is None or abs(now - self._saved_at) >= SAVE_EVERY
-            if self._known is None or (late and self.shared and not self.changes_slots):
+            if self._known is None or (late and not self.changes_slots):
                 self._known = self.store.run(self._rows)
             inventory = self._with_slots(inventory, self._known)
             if last and _nothing_new(last.inventory, inventory):
@@ -95,11 +99,11 @@ class InventoryCache:
             return self._look
 
     def _with_slots(self, inventory: Inventory, known: Sequence[Device]) -> Inventory:
-        """Return the inventory with the devices' numbers of slots; the hub changes them here."""
+        """Return the inventory with slots and reservations; the hub changes the slots here."""
         if self.shared is None:
             return inventory
         slots = {device.uuid: device.slots for device in known}
-        devices = with_slots(inventory.devices, self.shared, slots, ())
+        devices = self.as_known(inventory, known)
         wanted = {device.uuid: slots_wanted(device, self.shared) for device in devices}
         other = {d.uuid: wanted[d.uuid] for d in devices if d.slots != wanted[d.uuid]}
         # Read first: a device may be leased for days, and every look comes here.
@@ -129,11 +133,19 @@ class InventoryCache:
                 repository.save_devices(connection, known, inventory)
 
     def _keep_slots(self, inventory: Inventory, known: Sequence[Device]) -> Inventory:
-        """Return the inventory with the numbers of slots in the table, unless this is the hub."""
-        if self.shared is None or self.changes_slots:
+        """Return the inventory with slots and reservations of the table, unless this is the hub."""
+        if self.changes_slots:
             return inventory
+        return replace(inventory, devices=self.as_known(inventory, known))
+
+    def as_known(self, inventory: Inventory, known: Sequence[Device]) -> tuple[Device, ...]:
+        """Return the devices with the slots and, unless this is the hub, reservations they have."""
+        if self.shared is None:
+            return inventory.devices
         slots = {device.uuid: device.slots for device in known}
-        return replace(inventory, devices=with_slots(inventory.devices, self.shared, slots, ()))
+        kept = {} if self.changes_slots else {d.uuid: reservation_of(d) for d in known}
+        devices = with_slots(inventory.devices, self.shared, slots, ())
+        return with_reservations(devices, self.reserved, kept)
 
 
 def _nothing_new(before: Inventory, now: Inventory) -> bool:

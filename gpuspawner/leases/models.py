@@ -88,6 +88,10 @@ class Request:
     min_cuda: str = ""
     """The oldest CUDA version that the driver must support; empty means any."""
     sharing: Sharing = Sharing.WHOLE
+    groups: tuple[str, ...] = ()
+    """Those of its member's groups that devices are reserved for, in order."""
+    preemptible: bool = False
+    """True to get also what others reserved and lend. Set only where devices are reserved."""
     host_memory_bytes: int = 0
     """Memory of the host that is guaranteed to the server."""
     host_milli_cpus: int = 0

@@ -112,10 +112,11 @@ class LeaseService:
         free = not request.devices
         account = account or self.ledger.payer(server.user, terms.groups, terms.account, free=free)
         policy = self.settings.policy_for(account, terms.groups)
+        look = self.devices.look()
         grant = partial(
             self._try_grant,
             server,
-            request,
+            look.fleet.of_member(request, terms.groups, preemptible=terms.preemptible),
             engine=engine,
             account=account,
             group=group,
@@ -127,7 +128,7 @@ class LeaseService:
             kept=kept,
         )
         try:
-            return grant(self.devices.look())
+            return grant(look)
         except NoDeviceFree as error:
             # A process of the previous server may have ended since the last snapshot.
             if not error.fields.get("occupied"):

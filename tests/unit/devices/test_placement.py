@@ -268,6 +268,9 @@ MODES = ["default", "default", "exclusive_process", "prohibited"]
 MODELS = (("A100-80GB", 80), ("A100-40GB", 40), ("T4", 16))
 
 
+LAB = ("vision-lab",)
+
+
 @st.composite
 def devices_and_taken(draw: st.DrawFn) -> tuple[list[Device], list[Slot]]:
     devices = []
@@ -280,6 +283,8 @@ def devices_and_taken(draw: st.DrawFn) -> tuple[list[Device], list[Slot]]:
                 model,
                 gib,
                 slots=draw(st.sampled_from([1, 1, 1, 2])),
+                reserved_for=draw(st.sampled_from([(), (), (), LAB])),
+                lent=draw(st.booleans()),
                 status=draw(st.sampled_from([DeviceStatus.OK] * 6 + list(DeviceStatus))),
                 compute_mode=draw(st.sampled_from(MODES)),
                 processes=tuple(DeviceProcess(9, kind=kind) for kind in kinds),
@@ -305,7 +310,19 @@ requests = st.builds(
     models=st.sampled_from([(), ("A100",), ("a100-40gb", "T4"), ("H100",)]),
     memory_bytes=st.sampled_from([0, 10 * GIB, 40 * GIB, 64 * GIB]),
     smallest=st.booleans(),
+    groups=st.sampled_from([(), LAB]),
+    preemptible=st.booleans(),
 )
+
+
+def is_for(request: Request, d: Device) -> bool:
+    """Whether a device is open to everybody, reserved for the request's groups, or lent to it."""
+    return not d.reserved_for or request.groups == LAB or (d.lent and request.preemptible)
+
+
+def whose(request: Request, d: Device) -> int:
+    """Own reserved devices go first, then open ones, then those that are lent."""
+    return 1 if not d.reserved_for else 0 if request.groups == LAB else 2
 
 
 @st.composite
@@ -330,7 +347,7 @@ def feasible_sets(
             return False
         if d.memory_bytes < request.memory_bytes:
             return False
-        if d.slots > 1 and request.devices > 1:
+        if (d.slots > 1 and request.devices > 1) or not is_for(request, d):
             return False
         if ignoring:
             return True
@@ -342,7 +359,7 @@ def feasible_sets(
     return [
         some
         for some in itertools.combinations(possible, request.devices)
-        if len({d.model for d in some}) == 1
+        if len({(d.model, d.reserved_for, d.lent) for d in some}) == 1
     ]
 
 
@@ -379,6 +396,9 @@ def test_placement_matches_exhaustive_search(
     assert not set(places) & set(taken)
     assert all(place in free_slots(devices, taken) for place in places)
     assert choose(request, devices[::-1], taken[::-1], links) == places
+    first_of = min(whose(request, some[0]) for some in sets)
+    assert whose(request, given_devices[0]) == first_of
+    sets = [some for some in sets if whose(request, some[0]) == first_of]
     least = min(min(d.memory_bytes for d in some) for some in sets)
     assert given_devices[0].memory_bytes == least
     if request.devices > 1:
@@ -397,6 +417,8 @@ def feasible_slots(
     for d in devices:
         mine = [slot for slot in range(d.slots) if Slot(d.uuid, slot) in taken]
         if d.slots == 1 or d.status is DeviceStatus.PARENT or d.compute_mode == "prohibited":
+            continue
+        if not is_for(request, d):
             continue
         if d.model not in MEANT[request.model] or d.memory_bytes < request.memory_bytes * d.slots:
             continue
@@ -429,13 +451,14 @@ def test_slot_placement_matches_exhaustive_search(
     (chosen,) = fleet.choose(request, placement.texts(taken), shared=own)
     assert chosen in allowed, "free, suitable, and the only one of its member on the device"
 
-    def rank(slot: Slot) -> tuple[int, bool, int, int, int, int]:
+    def rank(slot: Slot) -> tuple[int, int, bool, int, int, int, int]:
         device = by_uuid[slot.uuid]
-        left = sum(one.uuid == slot.uuid for one in allowed)
+        left, own = sum(one.uuid == slot.uuid for one in allowed), whose(request, device)
         share = device.memory_bytes // device.slots if request.smallest else 0
-        return share, left == device.slots, device.memory_bytes, left, device.index, slot.slot
+        rest = left == device.slots, device.memory_bytes, left, device.index, slot.slot
+        return own, share, *rest
 
-    assert chosen == min(allowed, key=rank), "partly used first, then the tightest fit"
+    assert chosen == min(allowed, key=rank), "own first, partly used, then the tightest fit"
     with pytest.raises(TooMuchAsked):
         fleet.choose(replace(request, devices=2), placement.texts(taken))
 
