@@ -32,7 +32,7 @@ from ..devices.placement import leasable
 from ..devices.snapshots import InventoryCache
 from ..services import Services
 from . import replay
-from .kinds import kind_of, pool_of
+from .kinds import kind_of, open_kind, pool_of
 from .models import Priority, RankedTicket, Ticket
 from .rank import QueuePosition, ScoreDifference, TicketComparison, compare
 from .replay import (
@@ -518,7 +518,7 @@ def _of_store(
     for asked_at, lease in services.queue.asked_for(services.clock() - timedelta(days=days)):
         started, ended = lease.started_at or lease.granted_at, lease.ended_at or lease.granted_at
         held = {pool_of(kind_of(device)) for device in lease.devices}
-        alike = frozenset(kind for kind in devices if pool_of(kind) in held)
+        alike = frozenset(kind for kind in devices if pool_of(open_kind(kind)) in held)
         kinds = frozenset({ANY}) if gpus else alike
         if not kinds:
             continue  # these devices do not exist any more

@@ -4,6 +4,9 @@ A *kind* is the text ``MODEL/MEMORY`` for all exclusive devices of a model and m
 request could use instead of each other. A shared device is a kind of its own,
 ``MODEL/MEMORY*SLOTS@UUID``: all slots of a whole device are on one device, and two slots of one
 member are not. Its number of devices is 1, of which a slot is such as 1/4.
+
+Devices that are reserved for the same groups are a kind of their own too, ``MODEL/MEMORY#GROUPS``,
+and with ``+`` behind the groups if these lend them: ``T4/16#course-ml,vision-lab+*4@GPU-1``.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
+from urllib.parse import quote, unquote
 
 from ..core.units import DeviceCount
 from ..devices.models import Device, model_matches
@@ -23,7 +27,9 @@ NO_KIND = ""
 """The kind of a request for which there is no device now."""
 
 _KIND = re.compile(
-    r"(?P<model>.*?)/(?P<memory>\d+)(?:\*(?P<slots>\d+)(?P<device>@.*)?)?", re.DOTALL
+    r"(?P<model>.*?)/(?P<memory>\d+)(?P<reserved>#(?P<groups>[^/#*@+]+)(?P<lent>\+)?)?"
+    r"(?:\*(?P<slots>\d+)(?P<device>@.*)?)?",
+    re.DOTALL,
 )
 
 
@@ -34,13 +40,26 @@ class KindParts(NamedTuple):
     memory_bytes: int
     slots: int
     """1 if its devices are not shared."""
+    groups: tuple[str, ...] = ()
+    """Which groups they are reserved for; empty if they are open to everybody."""
+    lent: bool = False
+    """True if these groups lend them to preemptible runs of others."""
 
 
 def kind_of(device: Device | LeasedDevice) -> str:
-    """Return the kind of a device."""
+    """Return the kind of a device; of a leased one, as if it were not reserved."""
+    reserved = ""
+    if isinstance(device, Device) and device.reserved_for:
+        reserved = _reservation(device.reserved_for, device.lent)
     if device.slots > 1:
-        return f"{device.model}/{device.memory_bytes}*{device.slots}@{device.uuid}"
-    return f"{device.model}/{device.memory_bytes}"
+        return f"{device.model}/{device.memory_bytes}{reserved}*{device.slots}@{device.uuid}"
+    return f"{device.model}/{device.memory_bytes}{reserved}"
+
+
+@lru_cache(maxsize=1024)
+def _reservation(groups: tuple[str, ...], lent: bool) -> str:
+    names = ",".join(quote(group, safe="", errors="surrogatepass") for group in groups)
+    return f"#{names}{'+' if lent else ''}"
 
 
 def pool_kind(model: str, memory_bytes: int, slots: int) -> str:
@@ -61,7 +80,23 @@ def parts_of(kind: str) -> KindParts:
     found = _KIND.fullmatch(kind)
     if found is None:
         return KindParts(kind, 0, 1)
-    return KindParts(found["model"], int(found["memory"]), int(found["slots"] or 1))
+    groups = found["groups"].split(",") if found["groups"] else ()
+    return KindParts(
+        found["model"],
+        int(found["memory"]),
+        int(found["slots"] or 1),
+        tuple(unquote(group, errors="surrogatepass") for group in groups),
+        bool(found["lent"]),
+    )
+
+
+@lru_cache(maxsize=4096)
+def open_kind(kind: str) -> str:
+    """Return what a kind would be if its devices were not reserved."""
+    found = _KIND.fullmatch(kind)
+    if found is None or not found["reserved"]:
+        return kind
+    return kind[: found.start("reserved")] + kind[found.end("reserved") :]
 
 
 def gathers_slots(devices: DeviceCount, kinds: frozenset[str]) -> bool:
@@ -94,19 +129,21 @@ def kind_preference(
 ) -> Preference:
     """Return a key that sorts the kinds of which a request for ``devices`` may get some.
 
-    For a slot as placement does: devices in use go before empty ones, then small before large ones,
-    then full before less full. For whole devices the kind of which most are ``left``, and those
-    that are not shared. With ``smallest``, the memory of the device or of the slot decides first;
-    several MIG instances come last, because CUDA cannot use them together.
+    Devices that are reserved for the member go first. Then for a slot as placement does: devices in
+    use go before empty ones, then small before large ones, then full before less full. For whole
+    devices the kind of which most are ``left``, and those that are not shared. With ``smallest``,
+    the memory of the device or of the slot decides before that; several MIG instances come last,
+    because CUDA cannot use them together.
     """
     parts = parts_of(kind)
+    is_open = not parts.groups
     if devices < 1:
         share = parts.memory_bytes // parts.slots if smallest else 0
-        return share, left >= 1, parts.memory_bytes, left * parts.slots
+        return is_open, share, left >= 1, parts.memory_bytes, left * parts.slots
     size: Preference = ()
     if smallest:
         size = (devices > 1 and model_matches("MIG", parts.model), parts.memory_bytes)
-    return *size, -left, parts.slots > 1
+    return is_open, *size, -left, parts.slots > 1
 
 
 def add(one: Mapping[str, DeviceCount], other: Mapping[str, DeviceCount]) -> dict[str, DeviceCount]:

@@ -263,7 +263,12 @@ class PositionService:
             since, known = now, {}
         # Environments with the same requirements share one answer.
         wanted = {
-            name: (replace(request, environment=""), member, groups, seconds)
+            name: (
+                replace(self.of_member(request, groups), environment=""),
+                member,
+                groups,
+                seconds,
+            )
             for name, request in requests.items()
         }
         missing = set(wanted.values()) - known.keys()
@@ -272,9 +277,20 @@ class PositionService:
             self._outlooks = (since, known)
         return {name: known[newcomer] for name, newcomer in wanted.items()}
 
-    def require_fit(self, request: Request) -> None:
-        """Raise TooMuchAsked if a request could never be granted, however long it waits."""
+    def of_member(
+        self, request: Request, groups: frozenset[str], *, preemptible: bool = False
+    ) -> Request:
+        """Return a request with what decides which reserved devices its member may use."""
+        return self.devices.look().fleet.of_member(request, groups, preemptible=preemptible)
+
+    def require_fit(self, request: Request, groups: frozenset[str] | None = None) -> None:
+        """Raise TooMuchAsked if a request could never be granted, however long it waits.
+
+        ``groups`` are the member's, unless the request has those that count.
+        """
         look = self.devices.look()
+        if groups is not None:
+            request = look.fleet.of_member(request, groups)
         must_run(request, look.inventory)
         with suppress(NoDeviceFree):  # it would fit, were it not for what runs there now
             look.fleet.choose(request, frozenset())
@@ -287,6 +303,8 @@ class PositionService:
             self.line.clock_version = self.clock.version
             if self.line.synced:
                 self.line.begin_anew(self.settings.make_scheduler())
+        elif look.fleet.differs_in_reservations(self.line.supply.fleet):
+            self.line.begin_anew(self.settings.make_scheduler())  # leases are of other kinds now
         self.store.run(lambda connection: self.line.sync(connection, look, now))
         return look
 

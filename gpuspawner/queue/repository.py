@@ -74,7 +74,7 @@ def insert_ticket(
     """
     row = {name: getattr(ticket, name) for name in _FIELDS}
     row |= {"user": ticket.server.user, "server_name": ticket.server.name, "state": "waiting"}
-    row["request"] = json.dumps({n: getattr(ticket.request, n) for n in _REQUEST_FIELDS})
+    row["request"] = _request_text(ticket.request)
     row["options"] = json.dumps(dict(ticket.options))
     if first is not None:
         low, likely, high = _moments(first.estimate)
@@ -147,6 +147,8 @@ def newest_of_server(connection: sa.Connection, server: ServerRef) -> Ticket | N
 def update_ticket(connection: sa.Connection, ticket_id: str, **values: Any) -> None:
     """Change fields of a waiting ticket and increase its version."""
     values["version"] = tickets.c.version + 1
+    if "request" in values:
+        values["request"] = _request_text(values["request"])
     if "options" in values:
         values["options"] = json.dumps(dict(values["options"]))
     where = (tickets.c.id == ticket_id) & OPEN_TICKET
@@ -216,10 +218,15 @@ def _moments(estimate: Estimate | None) -> tuple[datetime | None, datetime | Non
     return at_second(estimate.low), at_second(estimate.likely), at_second(estimate.high)
 
 
+def _request_text(request: Request) -> str:
+    return json.dumps({name: getattr(request, name) for name in _REQUEST_FIELDS})
+
+
 def _ticket(row: Sequence[Any]) -> Ticket:
     user, server_name, request_text, options_text, *values = row
     request = json.loads(request_text)
     request["models"] = tuple(request["models"])
+    request["groups"] = tuple(request.get("groups", ()))
     request["sharing"] = Sharing(request.get("sharing", Sharing.WHOLE))
     return Ticket(
         server=ServerRef(user, server_name),
@@ -287,6 +294,8 @@ class Start(NamedTuple):
     memory_bytes: int
     slots: int = 1
     """How many slots each of the devices has."""
+    uuid: str = ""
+    """One of the devices."""
 
 
 def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
@@ -301,6 +310,7 @@ def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
             sa.func.min(lease_places.c.memory_bytes),
             sa.func.max(lease_places.c.slots),
             sa.func.min(lease_places.c.held_slots),
+            sa.func.min(lease_places.c.uuid),
         )
         .select_from(
             leases.join(
@@ -313,11 +323,10 @@ def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
         .limit(MOST)
     )
     found = []
-    for asked_at, granted_at, group, devices, model, memory, slots, held in connection.execute(
-        query
-    ):
+    for row in connection.execute(query):
+        asked_at, granted_at, group, devices, model, memory, slots, held, uuid = row
         share: DeviceCount = Fraction(held, slots) if held < slots else 1
-        start = Start(asked_at, granted_at, group, devices * share, model, memory, slots)
+        start = Start(asked_at, granted_at, group, devices * share, model, memory, slots, uuid)
         found.append(start)
     return found
 

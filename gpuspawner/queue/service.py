@@ -33,6 +33,7 @@ from ..db import audit_log
 from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..devices.placement import asks_for, must_run, texts
+from ..devices.reservations import preference
 from ..devices.snapshots import InventorySnapshot
 from ..leases import repository as leases_repository
 from ..leases.models import YIELD_SECONDS, Lease, LeaseKind, Request, ServerRef, Slot, Terms
@@ -52,8 +53,8 @@ from .models import Decision, QueueLimits, Ticket
 from .positions import PositionService
 from .settings import GPUQueue
 
-CHANGEABLE = ("seconds", "account", "when_dry", "overdraft")
-"""What a member may change in a request without losing the position in the queue."""
+CHANGEABLE = ("seconds", "account", "when_dry", "overdraft", "request")
+"""What may change without losing the position in the queue; of a request, its member's groups."""
 
 MOST_POINTS = 1_000_000
 """The largest boost in either direction."""
@@ -126,6 +127,8 @@ class QueueService:
         """
         terms = terms or Terms()
         free = not request.devices
+        if not free:
+            request = self._of_member(request, terms)
         ledger = self.leases.ledger
         account = account or ledger.payer(server.user, terms.groups, terms.account, free=free)
         group = self.settings.standing_of(terms.groups)[0]
@@ -185,6 +188,7 @@ class QueueService:
                 "Submit an ordinary one.",
                 field="preemptible",
             )
+        request = self._of_member(request, terms)
         ticket = self._ticket(server, request, engine, account, terms)
         with self.line.lock:
             must_run(request, self.positions.devices.look().inventory)
@@ -198,6 +202,7 @@ class QueueService:
     def dearest(self, request: Request, terms: Terms) -> tuple[int, int]:
         """Return the most microcredits per hour that a request can cost now, and their hold."""
         card = self.prices.all_rates().card(self.clock(), request.environment)
+        request = self._of_member(request, terms)
         with self.line.lock:
             rate = max(self._rates(request, card), default=0)
         if terms.preemptible:
@@ -223,8 +228,11 @@ class QueueService:
         with self.line.lock:
             return sum(int(some * parts_of(kind).slots) for kind, some in self._spare().items())
 
-    def has_spare(self, request: Request, user: str = "") -> bool:
+    def has_spare(
+        self, request: Request, user: str = "", groups: frozenset[str] = frozenset()
+    ) -> bool:
         """Return True if a member's preemptible run would get its devices now."""
+        request = self.positions.of_member(request, groups, preemptible=True)
         with self.line.lock:
             return bool(self._spare_kinds(request, user))
 
@@ -242,11 +250,12 @@ class QueueService:
         kinds = [k for k in self.line.kinds(request, user) if spare.get(k, 0) >= asked]
         order = {kind: place for place, kind in enumerate(self.line.supply.usable)}
 
-        def preference(kind: str) -> Preference:
+        def rank(kind: str) -> Preference:
+            own = preference(parts_of(kind).groups, request.groups)
             key = kind_preference(kind, spare[kind], asked, smallest=request.smallest)
-            return *key, order.get(kind, 0)
+            return own, *key, order.get(kind, 0)
 
-        return sorted(kinds, key=preference)
+        return sorted(kinds, key=rank)
 
     def _make_room(self, starts: list[str], decision: Decision) -> list[str]:
         """Return the starts whose devices are free; for the others, preemptible runs yield."""
@@ -347,10 +356,17 @@ class QueueService:
     def regrouped(self, ticket: Ticket, groups: frozenset[str]) -> dict[str, Any]:
         """Return what changes for a ticket if its member is in these groups, without the store."""
         terms = self._terms_of(ticket.account, groups)
+        if self.line.synced:
+            terms["request"] = self.line.supply.fleet.of_member(ticket.request, groups)
         return {name: value for name, value in terms.items() if getattr(ticket, name) != value}
 
     def regroup(self, ticket_id: str, changes: Mapping[str, Any]) -> Ticket:
-        """Apply a change of the member's groups to a waiting ticket."""
+        """Apply a change of the member's groups to a waiting ticket.
+
+        Raises TooMuchAsked if what it waits for is reserved for groups that the member left.
+        """
+        if "request" in changes:
+            self.positions.require_fit(changes["request"])
         with self.store.write() as connection:
             repository.update_ticket(connection, ticket_id, **changes)
             return repository.get_ticket(connection, ticket_id)
@@ -584,7 +600,7 @@ class QueueService:
                 raise ServerHasLease()
             mine = repository.open_of_member(connection, server.user)
             known = next((each for each in mine if each.server == server), None)
-            if known and known.request == request:
+            if known and _is_same(known.request, request):
                 return self._asked_again(connection, known, ticket)
             if known:
                 why = "another request was made for the same server"
@@ -614,6 +630,9 @@ class QueueService:
         elif known.id not in self.line.tickets:
             self.line.add(known)
         return known
+
+    def _of_member(self, request: Request, terms: Terms) -> Request:
+        return self.positions.of_member(request, terms.groups, preemptible=terms.preemptible)
 
     def _ticket(
         self, server: ServerRef, request: Request, engine: str, account: str, terms: Terms
@@ -711,6 +730,11 @@ def _must_be_within(limit: QueueLimits, ticket: Ticket, asked: DeviceCount) -> N
             "Ask for fewer GPUs or fewer hours.",
             asked=ticket.request.devices,
         )
+
+
+def _is_same(known: Request, request: Request) -> bool:
+    """Return True if both ask for the same, whatever groups their member has come to be in."""
+    return replace(known, groups=request.groups) == request
 
 
 def _has_ended(ticket: Ticket) -> str:

@@ -19,10 +19,10 @@ from ..devices import closures
 from ..devices.placement import PlacementIndex, suitable
 from ..devices.snapshots import InventorySnapshot, is_in_service
 from ..leases import repository as leases_repository
-from ..leases.models import Lease, Request, Sharing, Slot
+from ..leases.models import Lease, LeasedDevice, Request, Sharing, Slot
 from . import repository
 from .estimates import Estimator, PastWait
-from .kinds import NO_KIND, add, count_kinds, kind_of, parts_of, pool_kind
+from .kinds import NO_KIND, add, count_kinds, kind_of, parts_of, pool_kind, pool_of
 from .models import EndedSession, Priority, RunningLease, Ticket, WaitingTicket
 from .repository import Start
 from .scheduler import Scheduler
@@ -164,7 +164,10 @@ class QueueState:
     def kinds_of(self, lease: Lease) -> dict[str, DeviceCount]:
         """Return the devices of a lease that come back to the queue, by kind."""
         closed = self.closed.keys()
-        return count_kinds((kind_of(d), d.share) for d in lease.devices if d.uuid not in closed)
+        fleet = self.supply.fleet
+        return count_kinds(
+            (_kind_of_leased(d, fleet), d.share) for d in lease.devices if d.uuid not in closed
+        )
 
     def kinds(self, request: Request, user: str = "") -> frozenset[str]:
         """Return the kinds that have enough devices for the request, in use or not.
@@ -177,6 +180,8 @@ class QueueState:
             request.memory_bytes,
             request.devices,
             self.is_for_slot(request),
+            request.groups,
+            request.preemptible,
         )
         own = self._slots.get(user)
         return found.difference(*own.values()) if own and self.is_for_slot(request) else found
@@ -214,6 +219,7 @@ class QueueState:
 
     def _sync_supply(self, fleet: PlacementIndex, taken: frozenset[str]) -> bool:
         before = self.supply
+        self.supply = replace(before, fleet=fleet)  # kinds below are those of this fleet
         closed = {Slot.closure(uuid).text for uuid in self.closed if uuid in fleet.by_uuid}
         held = {Slot.from_text(text).uuid for text in taken}
         unavailable = taken | closed
@@ -248,7 +254,7 @@ class QueueState:
             return False
         if self._synced_at is None:
             starts = repository.starts_since(connection, now - PAST)
-            self.estimator.learn(map(_past_wait, starts))
+            self.estimator.learn(_past_wait(start, fleet) for start in starts)
         since = self._synced_at - timedelta(minutes=5) if self._synced_at else now - PAST
         for lease in repository.ended_since(connection, since):
             ended = lease.ended_at
@@ -266,7 +272,8 @@ class QueueState:
         changed = [name for name, mark in found.items() if self._leases.get(name) != mark]
         for lease in repository.some_leases(connection, changed):
             self._tell_of(lease, fleet)
-            if slots := frozenset(kind_of(d) for d in lease.devices if d.is_shared):
+            of_slots = (_kind_of_leased(d, fleet) for d in lease.devices if d.is_shared)
+            if slots := frozenset(of_slots):
                 new_slots.setdefault(lease.server.user, {})[lease.id] = slots
         self._leases = found
         self._sync_slots(gone, new_slots)
@@ -356,7 +363,14 @@ class QueueState:
         )
 
     def _find_kinds(
-        self, model: str | None, models: tuple[str, ...], memory: int, count: int, is_slot: bool
+        self,
+        model: str | None,
+        models: tuple[str, ...],
+        memory: int,
+        count: int,
+        is_slot: bool,
+        groups: tuple[str, ...],
+        preemptible: bool,
     ) -> frozenset[str]:
         request = Request(
             devices=count,
@@ -364,17 +378,28 @@ class QueueState:
             models=models,
             memory_bytes=memory,
             sharing=Sharing.SLOT if is_slot else Sharing.WHOLE,
+            groups=groups,
+            preemptible=preemptible,
         )
         fitting = Counter(kind_of(d) for d in suitable(request, self.supply.fleet.devices))
         return frozenset(kind for kind, devices in fitting.items() if devices >= count)
 
 
-def _past_wait(start: Start) -> PastWait:
+def _kind_of_leased(leased: LeasedDevice, fleet: PlacementIndex) -> str:
+    """Return the kind of a leased device, reserved or not as it is now."""
+    return kind_of(fleet.by_uuid.get(leased.uuid, leased))
+
+
+def _past_wait(start: Start, fleet: PlacementIndex) -> PastWait:
+    device = fleet.by_uuid.get(start.uuid)
+    pool = pool_kind(start.model, start.memory_bytes, start.slots)
+    if device is not None and device.reserved_for and device.slots == start.slots:
+        pool = pool_of(kind_of(device))
     return PastWait(
         asked_at=start.asked_at.timestamp(),
         started_at=start.granted_at.timestamp(),
         devices=start.devices,
-        kinds=frozenset({pool_kind(start.model, start.memory_bytes, start.slots)}),
+        kinds=frozenset({pool}),
         group=start.group,
     )
 

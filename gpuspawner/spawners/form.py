@@ -554,7 +554,7 @@ class SpawnForm:
 
         request = await self.within_group_limits(resolve)
         if choice.gpus or choice.gpu_memory:
-            await self.services.read(self.services.positions.require_fit, request)
+            await self.services.read(self.services.positions.require_fit, request, groups)
 
     async def within_group_limits(self, look: Callable[[], T]) -> T:
         """Call ``look`` with the spawner's traits as ``group_overrides`` will set them."""

@@ -126,11 +126,11 @@ def quote_of(services: Services, asked: QuoteQuestion) -> RunQuote:
 
 def _outlook(services: Services, asked: QuoteQuestion) -> Outlook:
     """Return how the run would fare. A preemptible one waits beside the queue, for an idle GPU."""
-    request, terms = asked.request, asked.terms
+    request, terms, user = asked.request, asked.terms, asked.server.user
     if terms.preemptible:
-        return Outlook(0, 0, at_once=services.queue.has_spare(request, asked.server.user))
+        spare = services.queue.has_spare(request, user, terms.groups)
+        return Outlook(0, 0, at_once=spare)
     ask = services.positions.outlooks
-    user = asked.server.user
     return ask({"": request}, member=user, groups=terms.groups, seconds=terms.seconds)[""]
 
 

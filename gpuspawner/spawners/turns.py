@@ -25,6 +25,7 @@ from ..core.errors import (
     NoDeviceFree,
     Refused,
     TicketEnded,
+    TooMuchAsked,
     UnknownTicket,
 )
 from ..core.units import format_price
@@ -267,7 +268,11 @@ class TurnDispatcher:
         waiter.unsure = False
         if changes := self.services.queue.regrouped(waiter.ticket, terms.groups):
             regroup = self.services.queue.regroup
-            waiter.ticket = await self.services.run(regroup, waiter.ticket.id, changes)
+            try:
+                waiter.ticket = await self.services.run(regroup, waiter.ticket.id, changes)
+            except TooMuchAsked as error:
+                await self._refuse(waiter, error)
+                return False
         return True
 
     async def _refuse(self, waiter: PendingSpawn, error: GPUSpawnerError) -> None:

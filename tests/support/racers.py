@@ -25,7 +25,7 @@ import sqlalchemy as sa
 
 from gpuspawner.core.errors import GPUSpawnerError, NoDeviceFree
 from gpuspawner.db import audit
-from gpuspawner.leases.models import Sharing
+from gpuspawner.leases.models import Request, ServerRef, Sharing, Terms
 from gpuspawner.services import Services
 from tests.support.brokers import T0, Clock, acquire, open_services
 from tests.support.processes import REPO
@@ -356,6 +356,49 @@ def slots_and_whole_devices(
         if len(kept) > 2:
             give_back()
         return sharing.value
+
+    gate.wait(120)
+    answers = list(services.store.executor.map(one, range(count)))
+    services.store.close()
+    return answers, wrong
+
+
+def members_and_others(
+    gate: Barrier, url: str, seed: int, count: int, settings: dict[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Members of vision-lab and others ask ``count`` times for a device, on a hub's threads.
+
+    A third of them for preemptible runs. The oldest lease is given back when there are two, or for
+    somebody who got none. Returns the answers, and who got a device that is not theirs.
+    """
+    services = open_services(url, **settings)
+    services.monitoring.overview()
+    chance = random.Random(seed)
+    asked = [(chance.random() < 0.5, chance.random() < 0.33) for _ in range(count)]
+    kept: deque[str] = deque()
+    wrong: list[str] = []
+
+    def give_back() -> None:
+        with suppress(IndexError):  # another thread gave the last one back
+            services.leases.release(kept.popleft(), reason="for others")
+
+    def one(number: int) -> str:
+        is_lab, preemptible = asked[number]
+        terms = Terms(groups=frozenset({"vision-lab"} if is_lab else ()), preemptible=preemptible)
+        server, request = ServerRef(f"{seed}-{number}"), Request(devices=1)
+        try:
+            lease = services.leases.grant(server, request, engine="docker", terms=terms)
+        except GPUSpawnerError as error:
+            give_back()
+            return type(error).__name__
+        model = lease.devices[0].model.partition("-")[0]
+        who = [model, *(["lab"] if is_lab else []), *(["preemptible"] if preemptible else [])]
+        if model == "A100" and len(who) == 1:
+            wrong.append(f"{lease.server} has a device of vision-lab")
+        kept.append(lease.id)
+        if len(kept) > 1:
+            give_back()
+        return " ".join(who)
 
     gate.wait(120)
     answers = list(services.store.executor.map(one, range(count)))

@@ -22,6 +22,7 @@ from gpuspawner.queue.kinds import (
     add,
     gathers_slots,
     kind_of,
+    open_kind,
     parts_of,
     pool_kind,
     pool_of,
@@ -35,13 +36,25 @@ GIB = 2**30
 names = st.text(st.characters(exclude_characters="*@", exclude_categories=("Cs",)), min_size=1)
 
 
-@given(names, st.integers(1, 2**40), st.integers(1, 16), names)
-def test_kind_has_the_parts_of_its_device(model: str, memory: int, slots: int, uuid: str) -> None:
+groups = st.lists(st.text(min_size=1), max_size=3, unique=True).map(
+    lambda some: tuple(sorted(some))
+)
+
+
+@given(names, st.integers(1, 2**40), st.integers(1, 16), names, groups, st.booleans())
+def test_kind_has_the_parts_of_its_device(
+    model: str, memory: int, slots: int, uuid: str, reserved_for: tuple[str, ...], lent: bool
+) -> None:
     device = Device(uuid=uuid, index=0, model=model, memory_bytes=memory, slots=slots)
-    kind = kind_of(device)
+    kind, lent = kind_of(device), lent and bool(reserved_for)
     assert parts_of(kind) == KindParts(model, memory, slots)
     assert pool_of(kind) == pool_of(pool_of(kind)) == pool_kind(model, memory, slots)
     assert (uuid in kind) >= (slots > 1)
+    reserved = kind_of(replace(device, reserved_for=reserved_for, lent=lent))
+    assert parts_of(reserved) == KindParts(model, memory, slots, reserved_for, lent)
+    assert parts_of(pool_of(reserved)) == parts_of(reserved)
+    assert open_kind(reserved) == kind and open_kind(kind) == kind
+    assert (reserved == kind) == (not reserved_for)
 
 
 def test_other_texts_are_kinds_of_unshared_devices() -> None:
@@ -84,11 +97,15 @@ def shared_fleets(draw: st.DrawFn) -> tuple[list[Device], frozenset[str]]:
             model=draw(st.sampled_from(["T4", "A100"])),
             memory_bytes=draw(st.sampled_from([16, 40])) * GIB,
             slots=draw(st.sampled_from([2, 3, 4])),
+            reserved_for=draw(st.sampled_from([(), (), ("lab",)])),
         )
         for index in range(draw(st.integers(1, 5)))
     ]
     every = [Slot(device.uuid, slot) for device in devices for slot in range(device.slots)]
     return devices, texts(draw(st.lists(st.sampled_from(every), unique=True)))
+
+
+SLOT = Request(devices=1, sharing=Sharing.SLOT, groups=("lab",))
 
 
 @given(shared_fleets(), st.booleans())
@@ -107,12 +124,13 @@ def test_scheduler_and_placement_choose_the_same_device(
     scheduler = scheduler_of(
         replace(waiting, smallest=smallest), capacity={kind_of(device): 1 for device in devices}
     )
-    request = Request(devices=1, sharing=Sharing.SLOT, smallest=smallest)
-    (slot,) = fleet.choose(request, taken)
+    (slot,) = fleet.choose(replace(SLOT, smallest=smallest), taken)
     if smallest:
-        sizes = {uuid: fleet.by_uuid[uuid] for uuid in fleet.free_slots(taken)}
-        least = min(device.memory_bytes // device.slots for device in sizes.values())
-        assert sizes[slot.uuid].memory_bytes // sizes[slot.uuid].slots == least
+        chosen = fleet.by_uuid[slot.uuid]
+        free_ones = [fleet.by_uuid[uuid] for uuid in fleet.free_slots(taken)]
+        alike = [d for d in free_ones if d.reserved_for == chosen.reserved_for]
+        least = min(device.memory_bytes // device.slots for device in alike)
+        assert chosen.memory_bytes // chosen.slots == least
     decision = scheduler.decide(T0, free)
     assert decision.on == {"one": kind_of(fleet.by_uuid[slot.uuid])}
     left = decision.left.get(decision.on["one"], 0) * fleet.by_uuid[slot.uuid].slots
@@ -204,7 +222,7 @@ def test_one_decision_grants_each_slot_once(
     for kind in decision.on.values():
         try:
             (place,) = fleet.choose(
-                Request(devices=1, sharing=Sharing.SLOT),
+                SLOT,
                 taken | {Slot.closure(d.uuid).text for d in devices if kind_of(d) != kind},
             )
         except NoDeviceFree:
@@ -234,6 +252,19 @@ def test_whole_request_gets_an_unshared_device_before_a_shared_one() -> None:
     assert scheduler.decide(T0, dict.fromkeys(kinds, 1)).on == {"one": "T4/16"}
     assert scheduler.decide(T0, {kinds[0]: 1}).on == {"one": kinds[0]}
     assert scheduler.decide(T0, {kinds[0]: Fraction(3, 4)}).on == {}
+
+
+def test_whole_request_gets_a_reserved_device_before_an_open_one() -> None:
+    kinds = ["A100/80#lab", "A100/80", "T4/16"]
+    whole = replace(ticket("one", 1), kinds=frozenset(kinds))
+    scheduler = scheduler_of(whole, capacity=dict.fromkeys(kinds, 3))
+    assert scheduler.decide(T0, {kinds[0]: 1, kinds[1]: 2}).on == {"one": kinds[0]}
+    assert scheduler.decide(T0, {kinds[1]: 2, kinds[2]: 1}).on == {"one": kinds[1]}
+    assert scheduler.decide(T0, {kinds[0]: 1, kinds[2]: 2}).on == {"one": kinds[0]}
+    yielded = {kinds[0]: 1}
+    assert scheduler.decide(T0, {kinds[0]: 1, kinds[1]: 1}, yielded=yielded).on == {
+        "one": kinds[1]
+    }, "rather than wait until a run has yielded it"
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known ends", "unknown ends"])
