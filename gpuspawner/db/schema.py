@@ -877,3 +877,14 @@ resource_use = Table(
     _number("last_kill_nanoseconds"),
     Column("told_at", UTCDateTime),
 )
+
+environment_use = Table(
+    "environment_use",
+    metadata,
+    # The sums of resource_use by environment, for the metrics.
+    Column("environment", Text, primary_key=True),
+    Column("cpu_seconds", Float, nullable=False),
+    *map(_number, ("disk_read_bytes", "disk_written_bytes")),
+    *map(_number, ("network_received_bytes", "network_sent_bytes")),
+    _number("memory_kills"),
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -18,7 +17,7 @@ from ..core.units import format_bytes
 from ..leases.models import Lease, LeaseState, ServerRef, Sighting
 from .base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
 from .files import MountedWorkspace, remove_leftovers
-from .resource_use import MemoryKill, ResourceUse, memory_kill, read_stats
+from .resource_use import MemoryKill, ResourceUse, memory_kill, parse_time, read_stats
 
 T = TypeVar("T")
 
@@ -26,10 +25,8 @@ ENDED = ("exited", "dead", "removing")
 """Container states that prove an end. Created, running, paused and restarting do not."""
 
 _AT_REST = (*ENDED, "created")
-_NEVER = "0001-01-01"
 LONGEST_LINE = 200
 """Characters of a line that a program printed."""
-_FRACTION = re.compile(r"\.(\d{1,6})\d*")
 
 
 class DockerEngine:
@@ -406,14 +403,6 @@ def sighting_of(container: dict[str, Any]) -> Sighting:
         exit_code=state.get("ExitCode") if started_at and not alive else None,
         out_of_memory=out_of_memory,
     )
-
-
-def parse_time(text: str) -> datetime | None:
-    """Parse Docker's RFC 3339 time with nanoseconds; None for its zero time."""
-    if not text or text.startswith(_NEVER):
-        return None
-    shortened = _FRACTION.sub(lambda match: "." + match[1].ljust(6, "0"), text)
-    return datetime.fromisoformat(shortened.replace("Z", "+00:00")).astimezone(timezone.utc)
 
 
 def client_from_environment(timeout: float = 20.0) -> docker.APIClient:

@@ -5,12 +5,14 @@ Engines answer alike for cgroups v1 and v2, with other names for a few figures. 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-NOT_RUNNING = "0001-01-01"
-"""How the time of an answer begins for a container that does not run: its figures are no answer."""
+_NEVER = "0001-01-01"
+_FRACTION = re.compile(r"\.(\d{1,6})\d*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,8 @@ class ResourceUse:
     All but those of memory are counters, which begin at 0 whenever the container starts.
     """
 
+    read_at: datetime | None = None
+    """When the engine read them, by its own clock."""
     cpu_seconds: float | None = None
     memory_bytes: int | None = None
     """In use, without the file cache that the kernel gives up first."""
@@ -47,11 +51,13 @@ def read_stats(answer: Mapping[str, Any]) -> ResourceUse | None:
 
     A figure that is missing, or is no number, is None.
     """
-    if str(answer.get("read", NOT_RUNNING)).startswith(NOT_RUNNING):
+    read_at = parse_time(str(answer.get("read", "")))
+    if read_at is None:
         return None
     memory = _object(answer, "memory_stats")
     nanoseconds = _count(_object(_object(answer, "cpu_stats"), "cpu_usage").get("total_usage"))
     return ResourceUse(
+        read_at=read_at,
         cpu_seconds=None if nanoseconds is None else nanoseconds / 1e9,
         memory_bytes=_memory_in_use(memory),
         memory_highest_bytes=_count(memory.get("max_usage")),
@@ -71,6 +77,14 @@ def memory_kill(event: Mapping[str, Any], label: str) -> MemoryKill | None:
     actor, at = _object(event, "Actor"), _count(event.get("timeNano"))
     lease_id = _object(actor, "Attributes").get(label)
     return MemoryKill(str(lease_id), str(actor.get("ID", "")), at) if lease_id and at else None
+
+
+def parse_time(text: str) -> datetime | None:
+    """Parse Docker's RFC 3339 time with nanoseconds; None for its zero time."""
+    if not text or text.startswith(_NEVER):
+        return None
+    shortened = _FRACTION.sub(lambda match: "." + match[1].ljust(6, "0"), text)
+    return datetime.fromisoformat(shortened.replace("Z", "+00:00")).astimezone(timezone.utc)
 
 
 def _memory_in_use(memory: Mapping[str, Any]) -> int | None:

@@ -1,7 +1,8 @@
-"""Metrics for Prometheus: devices, leases, credits and the queue.
+"""Metrics for Prometheus: devices, leases, credits, the queue and what containers use.
 
 The labels ``gpu``, ``UUID`` and ``modelName`` are those of NVIDIA's dcgm-exporter, so that its
-series and ours can be joined; ``group`` is the lease's group.
+series and ours can be joined; ``group`` is the lease's group. What containers use is by
+``environment``: by member or session there would be more series than Prometheus can keep.
 
 All figures come from the store, so they are right after a restart of any part. What grows for years
 is read from totals.
@@ -35,6 +36,15 @@ from ..web.base import Duty, ServiceHandler
 from .health import FINE, SICK, WATCH
 from .models import DeviceUse
 
+_CONTAINERS = (
+    ("cpu_seconds", "Seconds of CPU time that containers used"),
+    ("disk_read_bytes", "Bytes that containers read from disks"),
+    ("disk_written_bytes", "Bytes that containers wrote to disks"),
+    ("network_received_bytes", "Bytes that containers received from networks"),
+    ("network_sent_bytes", "Bytes that containers sent to networks"),
+    ("memory_kills", "How often the system ended a program because memory was used up"),
+)
+"""The figures of EnvironmentUse, and what they are."""
 VERDICTS = (FINE, WATCH, SICK)
 LABELS = ("gpu", "UUID", "modelName", "group")
 
@@ -186,6 +196,7 @@ class HubCollector(Collector):
         yield self._use(used, opened, now)
         yield from self._jobs()
         yield from self._devices(opened)
+        yield from self._containers()
         yield from self._line(used.waits, now)
         yield _gauge(
             "charge_lag_seconds",
@@ -276,6 +287,19 @@ class HubCollector(Collector):
         yield from of_devices(devices, self.services.monitoring.use_now(), opened)
         yield from of_health(devices, self.services.health.device_states())
         yield of_drains(self.services.devices.closures())
+
+    def _containers(self) -> Iterator[Metric]:
+        used = self.services.resources.use_of_environments()
+        memory = self.services.resources.memory_in_use()
+        yield _gauges(
+            "container_memory_bytes",
+            "Bytes of memory in use by containers when they were last measured",
+            ["environment"],
+            (([name], size) for name, size in sorted(memory.items())),
+        )
+        for figure, what in _CONTAINERS:
+            counts = (([name], getattr(each, figure)) for name, each in sorted(used.items()))
+            yield _counters(f"container_{figure}", what, ["environment"], counts)
 
     def _line(self, waits: Sequence[float], now: datetime) -> Iterator[Metric]:
         waiting = self.services.queue.waiting()

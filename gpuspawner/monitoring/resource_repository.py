@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from datetime import datetime
 
 import sqlalchemy as sa
 
-from ..db.schema import lease_places, leases, resource_use
+from ..db.schema import OPEN_LEASE, environment_use, lease_places, leases, resource_use
 from ..engines.resource_use import ResourceUse
 from ..ledger.usage import SEVERAL
-from .resource_totals import COUNTERS, ResourceRecord, ResourceSum, ResourceTotals
+from .resource_totals import (
+    COUNTERS,
+    EnvironmentUse,
+    ResourceRecord,
+    ResourceSum,
+    ResourceTotals,
+)
 
 _TOTALS = tuple(each.name for each in fields(ResourceTotals))
 AT_ONCE = 500
@@ -57,6 +63,41 @@ def put(connection: sa.Connection, lease_id: str, record: ResourceRecord) -> Non
     }
     connection.execute(sa.delete(resource_use).where(resource_use.c.lease_id == lease_id))
     connection.execute(sa.insert(resource_use).values(row))
+
+
+def count(connection: sa.Connection, lease_id: str, used: EnvironmentUse) -> None:
+    """Add what a lease used to the use of its environment."""
+    if used == EnvironmentUse():
+        return
+    name = connection.execute(_ENVIRONMENT, {"lease": lease_id}).scalar_one()
+    known = environment_use.c.environment == name
+    more = {each: environment_use.c[each] + value for each, value in asdict(used).items()}
+    if not connection.execute(sa.update(environment_use).where(known).values(more)).rowcount:
+        row = {"environment": name, **asdict(used)}
+        connection.execute(sa.insert(environment_use).values(row))
+
+
+def use_of_environments(connection: sa.Connection) -> dict[str, EnvironmentUse]:
+    """Return what was used by environment, since its first sample."""
+    found = connection.execute(sa.select(environment_use)).mappings()
+    names = [each.name for each in fields(EnvironmentUse)]
+    return {
+        row["environment"]: EnvironmentUse(**{name: row[name] for name in names}) for row in found
+    }
+
+
+def memory_in_use(connection: sa.Connection) -> dict[str, int]:
+    """Return the bytes of memory that open leases used at their last samples, by environment."""
+    return {name: int(used) for name, used in connection.execute(_MEMORY)}
+
+
+_ENVIRONMENT = sa.select(leases.c.environment).where(leases.c.id == sa.bindparam("lease"))
+_MEMORY = (
+    sa.select(leases.c.environment, sa.func.sum(resource_use.c.memory_bytes))
+    .join_from(leases, resource_use, leases.c.id == resource_use.c.lease_id)
+    .where(OPEN_LEASE, resource_use.c.memory_bytes.isnot(None))
+    .group_by(leases.c.environment)
+)
 
 
 def sums_between(

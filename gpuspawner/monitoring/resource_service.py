@@ -23,7 +23,13 @@ from ..notifications import repository as notifications_repository
 from ..notifications.models import NoticeKind
 from ..notifications.service import compose
 from . import resource_repository
-from .resource_totals import ResourceSum, ResourceTotals, add_sample
+from .resource_totals import (
+    EnvironmentUse,
+    ResourceRecord,
+    ResourceSum,
+    ResourceTotals,
+    add_sample,
+)
 
 QUIET = timedelta(minutes=5)
 """The shortest time between two notices about the memory of one server."""
@@ -55,18 +61,28 @@ class ResourceService:
     def record(self, samples: Collection[ContainerSample]) -> None:
         """Add samples to the totals of their leases. Raises StoreUnavailable, and adds none then.
 
-        A lease that has ended meanwhile gets its last sample too.
+        A lease that has ended meanwhile gets its last sample too. The order does not matter: what
+        the engine read before the last sample is in that already.
         """
         now = self.clock()
         with self.store.write() as connection:
             for each in samples:
                 before = resource_repository.get(connection, each.lease_id)
-                after = add_sample(before, each.container_id, each.use, now)
-                resource_repository.put(connection, each.lease_id, after)
+                at = each.use.read_at or now
+                after = add_sample(before, each.container_id, each.use, at)
+                _put(connection, each.lease_id, before, after)
 
     def totals_of(self, lease_ids: Collection[str]) -> dict[str, ResourceTotals]:
         """Return the totals of leases by id, without those that were never sampled."""
         return self.store.run(lambda c: resource_repository.totals_of(c, lease_ids))
+
+    def use_of_environments(self) -> dict[str, EnvironmentUse]:
+        """Return what all servers and runs used until now, by environment."""
+        return self.store.run(resource_repository.use_of_environments)
+
+    def memory_in_use(self) -> dict[str, int]:
+        """Return the memory in bytes that servers and runs use now, by environment."""
+        return self.store.run(resource_repository.memory_in_use)
 
     def sums_between(self, bounds: Sequence[datetime], by: str) -> list[dict[str, ResourceSum]]:
         """Return what the leases that started between each two of the times used.
@@ -114,7 +130,7 @@ class ResourceService:
                 last_kill_nanoseconds=max(it.at_nanoseconds for it in new),
                 told_at=now if tells else before.told_at,
             )
-            resource_repository.put(connection, lease_id, after)
+            _put(connection, lease_id, before, after)
             if tells:
                 used = max((it for it in (used_bytes, peak) if it is not None), default=None)
                 self._tell(connection, lease, now, used, limit)
@@ -136,7 +152,7 @@ class ResourceService:
             )
             last = max(before.last_kill_nanoseconds, math.ceil(ended_at.timestamp() * 1e9))
             after = replace(before, totals=totals, last_kill_nanoseconds=last)
-            resource_repository.put(connection, lease_id, after)
+            _put(connection, lease_id, before, after)
 
     def _tell(
         self,
@@ -160,6 +176,17 @@ class ResourceService:
             has_ended=lease.state is LeaseState.ENDED,
         )
         notifications_repository.add(connection, told)
+
+
+def _put(
+    connection: sa.Connection, lease_id: str, before: ResourceRecord, after: ResourceRecord
+) -> None:
+    """Replace the record of a lease, and count the difference for its environment."""
+    if after == before:
+        return
+    resource_repository.put(connection, lease_id, after)
+    used = EnvironmentUse.between(before.totals, after.totals)
+    resource_repository.count(connection, lease_id, used)
 
 
 def _tells(lease: Lease, told_at: datetime | None, now: datetime) -> bool:

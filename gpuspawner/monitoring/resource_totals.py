@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -16,6 +16,12 @@ COUNTERS = (
     "network_sent_bytes",
 )
 """The figures that are counters in the engine's answers, and sums here."""
+
+SHORTEST_RESTART = timedelta(seconds=1)
+"""Counters that are smaller this soon after a sample were read before it: no container restarts so
+fast."""
+LATEST_ANSWER = timedelta(minutes=5)
+"""No answer is later than this. What seems older was read after the engine's clock was set back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,38 @@ class ResourceTotals:
     def cpu_time(self) -> timedelta | None:
         """The time of one CPU."""
         return None if self.cpu_seconds is None else timedelta(seconds=self.cpu_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentUse:
+    """What all servers and runs of an environment used since the first one."""
+
+    cpu_seconds: float = 0.0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    network_received_bytes: int = 0
+    network_sent_bytes: int = 0
+    memory_kills: int = 0
+    """How often the system ended a program because memory was used up."""
+
+    @classmethod
+    def between(cls, before: ResourceTotals, after: ResourceTotals) -> EnvironmentUse:
+        """Return by how much the totals of a lease grew."""
+        return cls(
+            **{
+                each.name: (getattr(after, each.name) or 0) - (getattr(before, each.name) or 0)
+                for each in fields(cls)
+            }
+        )
+
+    def plus(self, other: EnvironmentUse) -> EnvironmentUse:
+        """Return the figures of both."""
+        return EnvironmentUse(
+            **{
+                each.name: getattr(self, each.name) + getattr(other, each.name)
+                for each in fields(self)
+            }
+        )
 
 
 class ResourceSum(NamedTuple):
@@ -76,12 +114,15 @@ class ResourceRecord:
 def add_sample(
     before: ResourceRecord, container_id: str, use: ResourceUse, at: datetime
 ) -> ResourceRecord:
-    """Add a sample of a lease's container.
+    """Add a sample of a lease's container, which was read at ``at``.
 
     Its counters begin anew in another container, and when it was restarted: its CPU time is then
     smaller than before. Otherwise a smaller counter lost a disk or a network, and adds nothing.
+    Nor does a sample that was read before the last one and comes later.
     """
     last, totals = before.last, before.totals
+    if _is_late(before, container_id, use, at):
+        return before
     restarted = container_id != before.container_id or _is_less(use.cpu_seconds, last.cpu_seconds)
     sums: dict[str, Any] = {}
     counters: dict[str, Any] = {}
@@ -106,6 +147,18 @@ def add_sample(
         container_id=container_id,
         last=ResourceUse(**counters),
     )
+
+
+def _is_late(before: ResourceRecord, container_id: str, use: ResourceUse, at: datetime) -> bool:
+    """Return True if a sample is older than the last one: two processes sample a container."""
+    if (last_at := before.totals.sampled_at) is None:
+        return False
+    age = at - last_at
+    if age < timedelta():
+        return age >= -LATEST_ANSWER
+    # The time and the counters are not read in the same instant.
+    is_smaller = _is_less(use.cpu_seconds, before.last.cpu_seconds)
+    return is_smaller and container_id == before.container_id and age < SHORTEST_RESTART
 
 
 def _is_less(new: float | None, old: float | None) -> bool:

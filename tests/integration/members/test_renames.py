@@ -46,6 +46,7 @@ WITHOUT_NAMES = {
     "device_health": "accepted cause probe reason uuid verdict",
     "device_use": "error uuid xids",
     "devices": "compute_mode model parent_uuid pci_bus_id processes reason source status uuid",
+    "environment_use": "environment",
     "folder_members": "folder_id",
     "folders": "id",
     "idle": "lease_id",

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpuspawner.core.units import MICRO
 from gpuspawner.devices.models import Device
+from gpuspawner.engines.resource_use import MemoryKill, ResourceUse
 from gpuspawner.leases.models import Request, ServerRef, Terms
 from gpuspawner.ledger import repository as ledger_repository
 from gpuspawner.ledger import rules as ledger_rules
@@ -16,6 +17,7 @@ from gpuspawner.monitoring.health import Symptom
 from gpuspawner.monitoring.health_service import FoundSymptoms
 from gpuspawner.monitoring.metrics import HubCollector
 from gpuspawner.monitoring.models import DeviceUse
+from gpuspawner.monitoring.resource_service import ContainerSample
 from gpuspawner.services import Services
 from tests.support.batch_jobs import A100, CLUSTER, H100, run
 from tests.support.brokers import T0, Clock, Make, running
@@ -233,3 +235,23 @@ def test_health_and_drain_metrics_reflect_device_states(services: Services) -> N
         f'gpuspawner_devices_drained{{reason="{why}"}}' for why in ("health", "leak", "admin")
     ]
     assert [told[reason] for reason in reasons] == [1, 0, 1]
+
+
+def test_containers_are_counted_by_environment(services: Services) -> None:
+    anna, bert = running(services, "anna"), running(services, "bert", 0)
+    none = [name for name in read(HubCollector(services)) if "container" in name]
+    assert none == [], "nothing was measured yet"
+    use = ResourceUse(cpu_seconds=1.5, memory_bytes=100, disk_written_bytes=7)
+    services.resources.record([ContainerSample(each.id, "c", use) for each in (anna, bert)])
+    services.resources.note_kills(bert.id, [MemoryKill(bert.id, "c", 1)])
+    stopped(services, bert.id)
+    seen = read(HubCollector(services))
+    assert {name: value for name, value in seen.items() if "container" in name} == {
+        'gpuspawner_container_memory_bytes{environment="pytorch"}': 100,
+        'gpuspawner_container_cpu_seconds_total{environment="pytorch"}': 3,
+        'gpuspawner_container_disk_read_bytes_total{environment="pytorch"}': 0,
+        'gpuspawner_container_disk_written_bytes_total{environment="pytorch"}': 14,
+        'gpuspawner_container_network_received_bytes_total{environment="pytorch"}': 0,
+        'gpuspawner_container_network_sent_bytes_total{environment="pytorch"}': 0,
+        'gpuspawner_container_memory_kills_total{environment="pytorch"}': 1,
+    }

@@ -3,6 +3,7 @@ databases."""
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -11,7 +12,7 @@ import pytest
 from gpuspawner.engines.resource_use import MemoryKill, ResourceUse
 from gpuspawner.leases.models import Lease
 from gpuspawner.monitoring.resource_service import ContainerSample
-from gpuspawner.monitoring.resource_totals import ResourceTotals
+from gpuspawner.monitoring.resource_totals import COUNTERS, EnvironmentUse, ResourceTotals
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.services import Services
 from tests.support.brokers import T0, Clock, Make, running
@@ -50,6 +51,7 @@ def test_samples_are_added_up_and_stay_after_the_end(services: Services) -> None
     clock.forward(seconds=30)
     later = ResourceUse(cpu_seconds=2.0, memory_bytes=GB, disk_read_bytes=2**50 + 1)
     services.resources.record([ContainerSample(ada.id, "a", later)])
+    clock.forward(seconds=30)
     restarted = ResourceUse(cpu_seconds=0.25, memory_bytes=2 * GB, network_sent_bytes=2)
     services.resources.record([ContainerSample(ada.id, "a", restarted)])
     services.leases.release(ada.id, ended_at=clock.now, reason="stopped")
@@ -178,3 +180,34 @@ def test_sums_are_by_every_name_of_a_lease_and_by_its_start(services: Services) 
     assert sums("environment") == [{"pytorch": first}, {"pytorch": (1100.0, 3 * GB)}]
     late = [T0 + timedelta(hours=9), T0 + timedelta(hours=10)]
     assert services.resources.sums_between(late, "user") == [{}]
+
+
+@each_database
+def test_last_sample_is_counted_once_however_it_races_with_others(services: Services) -> None:
+    """The hub reads before it stops a server, the accounting service in every round."""
+    leases = [running(services, "ada", server="one"), running(services, "bob", 0, "two")]
+    samples = [
+        ContainerSample(
+            lease.id,
+            "container",
+            ResourceUse(
+                read_at=T0 + timedelta(seconds=number),
+                memory_bytes=number * GB,
+                **dict.fromkeys(COUNTERS, number),
+            ),
+        )
+        for lease in leases
+        for number in range(1, 31)
+    ]
+    random.Random(1).shuffle(samples)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda each: services.resources.record([each]), samples))
+    for totals in services.resources.totals_of([lease.id for lease in leases]).values():
+        assert [getattr(totals, name) for name in COUNTERS] == [30] * len(COUNTERS)
+        assert totals.sampled_at == T0 + timedelta(seconds=30)
+    counted = EnvironmentUse(**dict.fromkeys(COUNTERS, 60))
+    assert services.resources.use_of_environments() == {"pytorch": counted}
+    assert services.resources.memory_in_use() == {"pytorch": 60 * GB}
+    services.leases.release(leases[0].id, ended_at=T0, reason="stopped")
+    assert services.resources.memory_in_use() == {"pytorch": 30 * GB}
+    assert services.resources.use_of_environments() == {"pytorch": counted}

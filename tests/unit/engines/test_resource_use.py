@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from gpuspawner.engines.resource_use import MemoryKill, ResourceUse, memory_kill, read_stats
 
+READ_AT = datetime(2026, 11, 29, 8, 57, 24, 208518, timezone.utc)
 V1: dict[str, Any] = {
     "read": "2026-11-29T08:57:24.208518212Z",
     "preread": "0001-01-01T00:00:00Z",
@@ -74,6 +76,7 @@ OOM: dict[str, Any] = {
 
 def test_every_figure_is_read_from_cgroups_v1() -> None:
     assert read_stats(V1) == ResourceUse(
+        read_at=READ_AT,
         cpu_seconds=0.033810946,
         memory_bytes=900_000,
         memory_highest_bytes=4079616,
@@ -87,6 +90,7 @@ def test_every_figure_is_read_from_cgroups_v1() -> None:
 
 def test_every_figure_but_the_highest_is_read_from_cgroups_v2() -> None:
     assert read_stats(V2) == ResourceUse(
+        read_at=READ_AT,
         cpu_seconds=2.5,
         memory_bytes=7000,
         memory_limit_bytes=64_000,
@@ -116,7 +120,7 @@ def test_stopped_container_has_no_figures() -> None:
     ],
 )
 def test_figures_that_an_engine_does_not_report_are_none(answer: dict[str, Any]) -> None:
-    assert read_stats({"read": V1["read"], **answer}) == ResourceUse()
+    assert read_stats({"read": V1["read"], **answer}) == ResourceUse(read_at=READ_AT)
 
 
 _JSON = st.recursive(

@@ -70,8 +70,8 @@ _USES = st.builds(
 @given(st.lists(st.tuples(st.sampled_from("ab"), _USES), max_size=12))
 def test_totals_never_decrease_and_never_forget(samples: list[tuple[str, ResourceUse]]) -> None:
     record = ResourceRecord()
-    for container, use in samples:
-        after = add_sample(record, container, use, T0)
+    for number, (container, use) in enumerate(samples):
+        after = add_sample(record, container, use, T0 + timedelta(minutes=number))
         for name in (*COUNTERS, "memory_peak_bytes"):
             old, new = getattr(record.totals, name), getattr(after.totals, name)
             assert old is None or (new is not None and new >= old)
@@ -92,3 +92,39 @@ def test_totals_are_the_sum_of_what_each_container_used(increments: list[list[in
     totals = added(*samples).totals
     expected = sum(map(sum, increments))
     assert all(getattr(totals, name) == expected for name in COUNTERS)
+
+
+@given(st.data())
+def test_order_and_repetition_of_samples_change_nothing(data: st.DataObject) -> None:
+    """Two processes sample a container, and each answer comes when it likes."""
+    steps = data.draw(st.lists(st.integers(0, 1000), min_size=1, max_size=8))
+    read = [
+        (
+            T0 + timedelta(seconds=number),
+            ResourceUse(**dict.fromkeys(COUNTERS, sum(steps[: number + 1]))),
+        )
+        for number in range(len(steps))
+    ]
+    again = data.draw(st.lists(st.sampled_from(read), max_size=4))
+    record = ResourceRecord()
+    for at, use in data.draw(st.permutations(read + again)):
+        record = add_sample(record, "a", use, at)
+    assert all(getattr(record.totals, name) == sum(steps) for name in COUNTERS)
+    assert record.totals.sampled_at == read[-1][0]
+
+
+def test_figures_that_were_read_in_another_order_than_their_times_are_no_restart() -> None:
+    record = add_sample(ResourceRecord(), "a", ResourceUse(cpu_seconds=10), T0)
+    soon = T0 + timedelta(milliseconds=1)
+    record = add_sample(record, "a", ResourceUse(cpu_seconds=9.99), soon)
+    record = add_sample(record, "a", ResourceUse(cpu_seconds=11), T0 + timedelta(seconds=30))
+    assert record.totals.cpu_seconds == 11
+
+
+def test_samples_go_on_after_the_clock_of_the_engine_was_set_back() -> None:
+    record = add_sample(ResourceRecord(), "a", ResourceUse(cpu_seconds=10), T0)
+    earlier = T0 - timedelta(hours=1)
+    record = add_sample(record, "a", ResourceUse(cpu_seconds=12), earlier)
+    assert (record.totals.cpu_seconds, record.totals.sampled_at) == (12, earlier)
+    record = add_sample(record, "a", ResourceUse(cpu_seconds=13), earlier + timedelta(seconds=30))
+    assert record.totals.cpu_seconds == 13
