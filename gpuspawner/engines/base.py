@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 from ..leases.models import Lease, Sighting
 from .files import MountedWorkspace
 from .local import LEASE_VARIABLE
+from .resource_use import ResourceUse
 
 LABEL_LEASE = "gpuspawner.lease"
 LABEL_MEMBER = "gpuspawner.member"
@@ -47,6 +48,17 @@ class EngineWithLimits(Protocol):
 
     def memory_limit(self, ref: str) -> int | None:
         """Return the limit in bytes; None if there is none, or the server is gone.
+
+        Blocks. Raises EngineUnavailable.
+        """
+
+
+@runtime_checkable
+class EngineWithUse(Protocol):
+    """An engine that knows what its servers and runs use of CPU, memory, disk and network."""
+
+    def resource_use(self, ref: str) -> ResourceUse | None:
+        """Return what one uses now; None if it is not running.
 
         Blocks. Raises EngineUnavailable.
         """

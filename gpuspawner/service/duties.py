@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
@@ -19,12 +20,14 @@ from ..engines.base import (
     EngineWithLimits,
     EngineWithLogs,
     EngineWithSignals,
+    EngineWithUse,
 )
 from ..leases.models import EndReason, Lease, LeaseKind, LeaseState, SessionEnd, Sighting
 from ..ledger.credit_policy import OVERDRAFT
 from ..ledger.exhaustion import CreditEvent, credits_back
 from ..ledger.refills import Refill
 from ..ledger.rules import ACTOR_ACCOUNTING
+from ..monitoring.last_sample import last_sample
 from ..notifications.models import Notice
 from ..runs.models import RunState
 from ..runs.run_program import WARNING_SECONDS, YIELD
@@ -367,11 +370,20 @@ class RunDuty(TickDuty):
                     return  # the next round finds it gone
             if sighting.alive and (lease.outcome or lease.id in ended):
                 self.log.warning("Stopping %s: %s", lease.server, lease.end_reason)
-                await asyncio.to_thread(end)
+                async with self._last_sample(engine, lease, sighting):
+                    await asyncio.to_thread(end)
                 await self._release(lease, sighting)
             elif not sighting.alive:
                 await self._release(lease, sighting)
                 await asyncio.to_thread(end)
+
+    def _last_sample(
+        self, engine: str, lease: Lease, sighting: Sighting
+    ) -> AbstractAsyncContextManager[None]:
+        runs_on = self.tick.engines[engine]
+        if not isinstance(runs_on, EngineWithUse):
+            return nullcontext()
+        return last_sample(self.services, runs_on, lease.id, sighting.ref)
 
     async def _note_memory(self, engine: str, lease: Lease, sighting: Sighting) -> None:
         """Record that the system ended a program of a run, before its end is told."""

@@ -24,7 +24,7 @@ from .disk_monitor import HERE, node_of
 from .worker import Round, Tick, TickDuty
 
 SAMPLE_SECONDS = 30.0
-"""Seconds between two samples of each container: what is used after the last one is not counted."""
+"""Seconds between two samples of each container. One more is taken before a stop: last_sample."""
 KILLS_SECONDS = 5.0
 """Seconds between two looks for programs that the system ended: their members wonder why."""
 PATIENCE_SECONDS = 20.0

@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
@@ -36,6 +36,7 @@ from ..engines.docker import (
 from ..engines.injection import KEPT_CAPABILITIES, MODES, Hardening, dangers
 from ..engines.scratch import Scratch, archive_of
 from ..leases.models import Lease, Request
+from ..monitoring.last_sample import last_sample
 from ..runs.models import Run
 from ..storage.shared_folders import FolderMount
 from .container import (
@@ -692,7 +693,8 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
         since no other engine has a container with this id. After the removal, the engine
         would have to be identified.
         """
-        await super().stop_object()
+        async with self._last_sample():
+            await super().stop_object()
         self.stopped_at = self.services.clock()
         container_id, asked_at = self.container_id, time.monotonic()
         self._last_alone, self._removed = None, ""
@@ -704,6 +706,12 @@ class GPUDockerSpawner(GPUSpawnerMixin, DockerSpawner):
                     return  # the removal shows when it ended
         if (container := await self._inspected()) is not None:
             self.finished_at = sighting_of(container).ended_at
+
+    def _last_sample(self) -> AbstractAsyncContextManager[None]:
+        lease, container_id = self.lease, self.container_id
+        if lease is None or not container_id or lease.engine_ref != container_id:
+            return nullcontext()  # such as the container of an earlier lease
+        return last_sample(self.services, self.server_engine(), lease.id, container_id)
 
     async def remove_object(self) -> None:
         """Remove the container as DockerSpawner does, unless it is already being removed.

@@ -3,14 +3,17 @@ SQLite. The Hub is a script."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import docker
 import pytest
 
 from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.engines.docker import DockerEngine
-from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
+from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef, Terms
+from gpuspawner.monitoring import last_sample
 from gpuspawner.runs.models import Run, RunState, Work
 from gpuspawner.service import resource_monitor
 from gpuspawner.service.disk_monitor import HERE
@@ -126,17 +129,69 @@ async def test_member_is_told_of_a_kernel_that_used_all_memory(
     assert (totals.memory_kills, totals.memory_limit_bytes) == (1, LIMIT)
 
 
-async def test_run_that_ended_by_it_says_so(
-    services: Services, hub: ScriptedHub, clean_engine: PrivateEngine
-) -> None:
+def started_run(services: Services, engine: PrivateEngine, command: Any) -> tuple[Run, Lease]:
     run = Run(id="ada-1", user="ada", title="train", work=Work(command=("a",)), created_at=T0)
     services.runs.submit(run)
     terms = Terms(wait=True, seconds=3600)
     lease = services.queue.ask(run.server, Request(), engine="docker", terms=terms)
     assert isinstance(lease, Lease)
-    ref = started(clean_engine, lease, command=TOO_MUCH)
-    services.leases.confirm(lease.id, ref)
-    clean_engine.client.wait(ref)
+    return run, services.leases.confirm(lease.id, started(engine, lease, command=command))
+
+
+async def test_run_is_measured_once_more_before_it_is_stopped(
+    services: Services, hub: ScriptedHub, clean_engine: PrivateEngine
+) -> None:
+    run, lease = started_run(services, clean_engine, BUSY)
+    asked = open_engine(clean_engine.url)
+
+    def seconds() -> float:
+        use = asked.resource_use(lease.engine_ref)
+        return (use.cpu_seconds or 0.0) if use else 0.0
+
+    wait_for(lambda: seconds() > 0.2, "the run to use some CPU time")
+    used = seconds()
+    services.runs.stop(run.id, actor="ada")
+    await RunDuty(make_tick(services, hub, asked)).round()
+    assert services.leases.get(lease.id).state is LeaseState.ENDED
+    assert asked.inspect(lease.engine_ref) is None, "it was removed"
+    [totals] = services.resources.totals_of([lease.id]).values()
+    assert (totals.cpu_seconds or 0.0) >= used
+    assert totals.memory_limit_bytes == LIMIT
+
+
+async def test_stop_does_not_wait_for_an_engine_that_does_not_respond(
+    services: Services, clean_engine: PrivateEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_sample, "PATIENCE_SECONDS", 0.2)
+    lease, stopped = session(services, clean_engine, image=SILENT), []
+    asked = open_engine(clean_engine.url)
+    with clean_engine.hung():
+        async with last_sample.last_sample(services, asked, lease.id, lease.engine_ref):
+            stopped.append(lease)
+        assert (stopped, services.resources.totals_of([lease.id])) == ([lease], {})
+    while not services.resources.totals_of([lease.id]):  # an answer that is late counts
+        await asyncio.sleep(0)
+
+
+async def test_stop_goes_on_without_engine_or_container(
+    services: Services, clean_engine: PrivateEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease, stopped = session(services, clean_engine), []
+    nobody = DockerEngine(lambda: docker.APIClient("unix:///nobody/listens.sock"))
+    for engine, ref in ((nobody, lease.engine_ref), (open_engine(clean_engine.url), "gone")):
+        async with last_sample.last_sample(services, engine, lease.id, ref):
+            stopped.append(ref)
+    assert stopped == [lease.engine_ref, "gone"]
+    assert services.resources.totals_of([lease.id]) == {}
+    [said] = [it for it in caplog.messages if "The last use" in it]
+    assert lease.id in said
+
+
+async def test_run_that_ended_by_it_says_so(
+    services: Services, hub: ScriptedHub, clean_engine: PrivateEngine
+) -> None:
+    run, lease = started_run(services, clean_engine, TOO_MUCH)
+    clean_engine.client.wait(lease.engine_ref)
     docker = DockerEngine(lambda: clean_engine.client)
     duty = duty_of(services, hub, clean_engine)
     wait_for(docker.memory_kills, "the engine's event")
