@@ -5,18 +5,29 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from ..core.errors import EngineUnavailable, GPUSpawnerError
+from ..core.processes import lives, process_ref
 from ..devices.source import Sampler, SamplerOfProcesses
 from ..engines.base import ProcessOwners
 from ..engines.processes import EngineWithProcesses, pid_inside, send_signal
 from ..leases.models import Lease
 from ..monitoring.models import Sample
-from ..sharing.memory_rules import Excess, LeasedProcess, Overuse, SharedMemory, judge
+from ..sharing.memory_rules import (
+    Excess,
+    Judgement,
+    LeasedProcess,
+    Overuse,
+    SharedMemory,
+    judge,
+)
 from .worker import Tick, TickDuty
 
 GUARD_SECONDS = 1.0
 """Seconds between two looks at the shared devices."""
+
+RECORDS = "Records of the memory guard"
 
 Recent = Callable[[], Mapping[str, Sequence[Sample]]]
 """Returns the newest samples of each device, oldest first."""
@@ -37,7 +48,10 @@ class MemoryGuard(TickDuty):
         self._leases: dict[str, list[Lease]] = {}
         self._over: dict[str, Mapping[str, Overuse]] = {}
         self._judged_at: dict[str, float] = {}
-        self._signals: dict[tuple[str, int], str] = {}
+        self._signalled: dict[str, set[str]] = {}
+        """Processes that got a first signal, by device: their ids and when they started."""
+        self._unrecorded: list[tuple[Lease, Excess]] = []
+        """Processes that got it, which is not recorded yet."""
 
     def follow(self, leases: Collection[Lease]) -> None:
         """Note the open leases; the processes on devices with several of them are then watched."""
@@ -52,8 +66,9 @@ class MemoryGuard(TickDuty):
 
     async def round(self) -> None:
         """Judge each shared device whose processes were listed since the last round."""
+        await self._record_ends()
         if not self._leases:
-            self._over, self._signals = {}, {}
+            self._over, self._signalled = {}, {}
             return
         samples = self._recent()
         for uuid, leases in list(self._leases.items()):
@@ -73,40 +88,59 @@ class MemoryGuard(TickDuty):
             self._over.pop(uuid, None)
             return
         found = judge(sample.listed_at, seen, self._over.get(uuid, {}))
-        self._over[uuid] = found.over
-        guard = self.services.memory_guard
-        for excess in found.to_tell:
-            await self.services.run(guard.tell_of_excess, excess)
-            self.poke()
+        self._over[uuid] = await self._tell(found)
+        refs = {process_ref(process.pid) for process in sample.processes}
+        self._signalled[uuid] = self._signalled.get(uuid, set()) & refs
         if found.to_end:
             lease = next(each for each in leases if each.id == found.to_end.lease_id)
             await self._end(lease, found.to_end)
 
+    async def _tell(self, found: Judgement) -> Mapping[str, Overuse]:
+        """Tell who is over their share; one who could not be told is told in the next round."""
+        over = dict(found.over)
+        for excess in found.to_tell:
+            state = over[excess.lease_id]
+            over[excess.lease_id] = replace(state, told=False)
+            with self.tick.going_on(RECORDS):
+                await self.services.run(self.services.memory_guard.tell_of_excess, excess)
+                over[excess.lease_id] = state
+                self.poke()
+        return over
+
     async def _end(self, lease: Lease, excess: Excess) -> None:
         """End a process: politely at first, and if it is still there in the next list, at once."""
-        asked = (lease.id, excess.process.pid)
-        is_first = asked not in self._signals
+        ref, part = process_ref(excess.process.pid), f"Memory guard of lease {lease.id}"
+        if not ref:
+            return  # it has ended by itself
+        is_first = ref not in self._signalled[excess.uuid]
         name = "SIGTERM" if is_first and not excess.device_is_full else "SIGKILL"
-        self._signals[asked] = name
-        part = f"Memory guard of lease {lease.id}"
         try:
-            if not await asyncio.to_thread(self._send, lease, excess.process.pid, name):
-                return  # it has ended by itself
-            if is_first:
-                said = await self.services.run(self.services.memory_guard.record_end, excess)
-                self.log.warning("%s (lease %s of %s)", said, lease.id, lease.server)
-                self.poke()
-                await asyncio.to_thread(self._write_log, lease, said)
+            if await asyncio.to_thread(self._send, lease, ref, name) and is_first:
+                self._signalled[excess.uuid].add(ref)
+                self._unrecorded.append((lease, excess))
         except GPUSpawnerError as error:
             self.tick.trouble(part, error)
         else:
             self.tick.well(part)
+        await self._record_ends()
 
-    def _send(self, lease: Lease, pid: int, name: str) -> bool:
+    async def _record_ends(self) -> None:
+        """Record what was ended; what the database does not take is recorded in a later round."""
+        for each in list(self._unrecorded):
+            lease, excess = each
+            with self.tick.going_on(RECORDS):
+                said = await self.services.run(self.services.memory_guard.record_end, excess)
+                self._unrecorded.remove(each)
+                self.log.warning("%s (lease %s of %s)", said, lease.id, lease.server)
+                self.poke()
+                await asyncio.to_thread(self._write_log, lease, said)
+
+    def _send(self, lease: Lease, ref: str, name: str) -> bool:
         def is_right_one(pid: int) -> bool:
             owner = ProcessOwners([lease]).lease_of(pid)
-            return owner is not None and owner.id == lease.id
+            return lives(ref) and owner is not None and owner.id == lease.id
 
+        pid = int(ref.partition(":")[0])
         try:
             return send_signal(pid, is_right_one, name)
         except PermissionError:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
+import sqlalchemy as sa
+
 from ..core.units import format_bytes
 from ..db import audit_log
 from ..db.engine import Store
@@ -30,46 +32,49 @@ class MemoryGuardService:
 
     def tell_of_excess(self, excess: Excess) -> bool:
         """Tell a member that their largest process is ended soon. False if the session ends."""
-        return self._tell("memory_over_share", excess)
+        with self.store.write() as connection:
+            return self._tell(connection, "memory_over_share", excess)
 
     def record_end(self, excess: Excess) -> str:
-        """Record that a process was ended and tell its member; returns the reason as a sentence."""
+        """Record that a process was ended and tell its member; returns the reason as a sentence.
+
+        Both in one transaction.
+        """
         said = why_ended(excess)
-        lease = self._tell("memory_process_ended", excess)
         with self.store.write() as connection:
+            is_told = self._tell(connection, "memory_process_ended", excess)
             audit_log.note(
                 connection,
                 at=self.clock(),
                 actor=GUARD,
                 action="end_process",
                 subject=excess.uuid,
-                detail=f"lease {excess.lease_id}: {said}" if lease else said,
+                detail=f"lease {excess.lease_id}: {said}" if is_told else said,
             )
         return said
 
-    def _tell(self, template: str, excess: Excess) -> bool:
+    def _tell(self, connection: sa.Connection, template: str, excess: Excess) -> bool:
         now = self.clock()
-        with self.store.write() as connection:
-            lease: Lease = leases_repository.get(connection, excess.lease_id, lock=True)
-            if not goes_on(lease):
-                return False
-            notice = compose(
-                template,
-                NoticeKind.GPU_MEMORY,
-                f"{template}:{lease.id}:{now:%Y-%m-%dT%H:%M}",
-                lease.server.user,
-                now,
-                lease=lease,
-                used=format_bytes(excess.used_bytes),
-                share=format_bytes(excess.share_bytes),
-                others=excess.others,
-                process=excess.process.name or "its largest process",
-                pid=excess.process.pid,
-                process_used=format_bytes(excess.process.used_bytes),
-                device_is_full=excess.device_is_full,
-                seconds=round(END_SECONDS),
-            )
-            notifications_repository.add(connection, notice)
+        lease: Lease = leases_repository.get(connection, excess.lease_id, lock=True)
+        if not goes_on(lease):
+            return False
+        notice = compose(
+            template,
+            NoticeKind.GPU_MEMORY,
+            f"{template}:{lease.id}:{now:%Y-%m-%dT%H:%M}",
+            lease.server.user,
+            now,
+            lease=lease,
+            used=format_bytes(excess.used_bytes),
+            share=format_bytes(excess.share_bytes),
+            others=excess.others,
+            process=excess.process.name or "its largest process",
+            pid=excess.process.pid,
+            process_used=format_bytes(excess.process.used_bytes),
+            device_is_full=excess.device_is_full,
+            seconds=round(END_SECONDS),
+        )
+        notifications_repository.add(connection, notice)
         return True
 
 

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 
+from gpuspawner.core.errors import StoreUnavailable
 from gpuspawner.engines.local import LEASE_VARIABLE
 from gpuspawner.leases.models import Lease, Request, ServerRef, Sharing
 from gpuspawner.monitoring.models import Sample
 from gpuspawner.notifications.models import NoticeKind
+from gpuspawner.service import memory_guard
 from gpuspawner.service.memory_guard import MemoryGuard
 from gpuspawner.services import Services
+from gpuspawner.sharing import memory_service
 from gpuspawner.sharing.memory_rules import END_SECONDS, TELL_SECONDS
 from tests.support.brokers import Make
 from tests.support.nvml import nvml_library as nvml
@@ -100,6 +103,11 @@ class SharedDevice:
         notices = self.services.notifications.notices_of(user)
         assert all(notice.kind is NoticeKind.GPU_MEMORY for notice in notices)
         return [notice.title for notice in notices]
+
+    def ends(self) -> list[str]:
+        """What the audit log says about ended programs."""
+        trail = self.services.audit.trail()
+        return [each.detail for each in trail if each.action == "end_process"]
 
     def close(self) -> None:
         for program in self.programs.values():
@@ -190,3 +198,75 @@ async def test_process_that_is_no_more_the_lease_s_is_not_ended(device: SharedDe
     device.guard.follow(device.services.leases.open_leases())
     await device.look(END_SECONDS)
     assert not device.titles("ada"), "nothing was ended, so nothing is told"
+
+
+async def test_signal_that_could_not_be_sent_is_no_first_signal(
+    device: SharedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada, _ = device.lease("ada"), device.lease("bob")
+    device.start("ada", ada, 30)
+    await device.look(1)
+    with monkeypatch.context() as forbidden:
+
+        def may_not(*_: object) -> bool:
+            raise PermissionError
+
+        forbidden.setattr(memory_guard, "send_signal", may_not)
+        await device.look(END_SECONDS)
+        assert device.is_running("ada") and not device.titles("ada") and not device.ends()
+    await device.look(6)
+    assert device.ended("ada") == -15, "asked politely first"
+    assert len(device.titles("ada")) == len(device.ends()) == 1
+
+
+async def test_end_is_recorded_at_once_or_later_and_only_once(
+    device: SharedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada, _ = device.lease("ada"), device.lease("bob")
+    device.start("ada", ada, 30)
+    await device.look(1)
+    with monkeypatch.context() as failing:
+
+        def cannot(*_: object, **fields: object) -> None:
+            raise StoreUnavailable
+
+        failing.setattr(memory_service.audit_log, "note", cannot)
+        await device.look(END_SECONDS)
+        assert device.ended("ada") == -15
+        await device.look(6)
+        assert not device.titles("ada"), "notice and record are one transaction"
+    await device.look(6)
+    await device.look(6)
+    assert len(device.titles("ada")) == len(device.ends()) == 1
+
+
+async def test_member_is_told_later_if_the_database_was_away(
+    device: SharedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ada, _ = device.lease("ada"), device.lease("bob")
+    device.start("ada", ada, 30)
+    await device.look(1)
+    with monkeypatch.context() as failing:
+
+        def cannot(*_: object, **fields: object) -> None:
+            raise StoreUnavailable
+
+        failing.setattr(memory_service.notifications_repository, "add", cannot)
+        await device.look(TELL_SECONDS)
+    await device.look(6)
+    await device.look(6)
+    assert device.titles("ada") == ["Your server uses more than its share of a GPU"]
+
+
+async def test_program_that_left_the_device_is_forgotten(device: SharedDevice) -> None:
+    ada, _ = device.lease("ada"), device.lease("bob")
+    device.start("ada", ada, 30, "stubborn")
+    await device.look(1)
+    await device.look(END_SECONDS)
+    assert len(device.ends()) == 1
+    program = device.programs.pop("ada")
+    await device.look(6)
+    device.programs["ada"] = program
+    await device.look(6)
+    await device.look(END_SECONDS)
+    assert device.is_running("ada") and len(device.ends()) == 2, "asked politely once more"
