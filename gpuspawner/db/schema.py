@@ -824,6 +824,8 @@ device_use = Table(
     # 60 or 3600.
     Column("seconds", Integer, primary_key=True),
     Column("since", UTCDateTime, primary_key=True),
+    # The lease whose own work it is, on a device that others share; empty for the whole device.
+    Column("lease_id", Text, primary_key=True, server_default=text("''")),
     *map(_number, ("samples", "known", "busy", "measured")),
     *map(_number, ("use_sum", "use_max", "memory_max", "powered", "milliwatts_sum")),
     Column("celsius_max", Integer),

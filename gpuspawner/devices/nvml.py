@@ -11,8 +11,8 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LookTimeout
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import pynvml
 
-from ..monitoring.models import Condition, Sample
+from ..monitoring.models import Condition, ProcessUse, Sample
 from . import topology
 from .models import Device, DeviceProcess, DeviceStatus, Inventory
 from .source import (
@@ -561,6 +561,13 @@ CONDITION_EVERY = 60.0
 WATCHED_EVERY = 5.0
 """Seconds between two lists of the processes on a watched device."""
 
+PROCESS_USE_EVERY = 0.9
+"""The least seconds between two queries what each process does: the driver's own figures of that
+are up to a second apart, and a process without a new one would seem to be idle."""
+
+_NO_PROCESS_WORKED = (pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_SUCCESS)
+"""What the query ends with then: pynvml raises an error even for an empty list."""
+
 NEARLY_FULL = 0.9
 """The part of its memory from which a watched device's processes are listed in every sample."""
 
@@ -580,6 +587,10 @@ class _KeptReadings:
     slow: dict[str, Any] = field(default_factory=dict)
     processes: tuple[DeviceProcess, ...] | None = None
     condition: Condition | None = None
+    process_use: tuple[ProcessUse, ...] | None = None
+    process_use_at: float = -math.inf
+    process_use_until: int | None = None
+    """The driver's time of the newest figures of a process, in microseconds."""
     mig: bool = False
     watched: bool = False
     """True if NVML was asked to report its errors."""
@@ -692,6 +703,10 @@ class NVMLSampler:
         if whole:  # this query is not supported for an instance
             rates = ask_or(None, "use", pynvml.nvmlDeviceGetUtilizationRates, handle)
         memory = ask_or(None, "memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
+        if not (whole and blank.uuid in self.watched):
+            kept.process_use = kept.process_use_until = None
+        elif self._clock - kept.process_use_at >= PROCESS_USE_EVERY:
+            kept.process_use, kept.process_use_at = self._process_use(handle, kept), self._clock
         if self._turn == blank.uuid or self._is_watched_now(blank.uuid, kept, memory):
             kept.processes, kept.processes_at = running_processes(handle), self._clock
         return replace(
@@ -702,9 +717,26 @@ class NVMLSampler:
             total_bytes=None if memory is None else _sensible("memory", memory.total, _MOST_BYTES),
             processes=kept.processes,
             listed_at=kept.processes_at,
+            process_use=kept.process_use,
             condition=kept.condition,
             **kept.slow,
         )
+
+    def _process_use(self, handle: Any, kept: _KeptReadings) -> tuple[ProcessUse, ...] | None:
+        """Return what each process did since the last time; None if that is not known."""
+        since = kept.process_use_until
+        try:
+            call = pynvml.nvmlDeviceGetProcessUtilization
+            found = ask("use by process", call, handle, since or 0)
+        except QueryFailed as failure:
+            if failure.code in LOST:
+                raise
+            if failure.code not in _NO_PROCESS_WORKED:
+                return None
+            found = []
+        kept.process_use_until = max([since or 0, *(each.timeStamp for each in found)])
+        # The first answer is about all that the driver remembers.
+        return None if since is None else process_use(found, since)
 
     def _is_watched_now(self, uuid: str, kept: _KeptReadings, memory: Any) -> bool:
         if uuid not in self.watched:
@@ -751,6 +783,27 @@ class NVMLSampler:
                 break
             found[uuid] = (*found.get(uuid, ()), int(event.eventData))
         return found
+
+
+def process_use(found: Iterable[Any], since: int) -> tuple[ProcessUse, ...] | None:
+    """Return the mean use by process, from NVML's samples after ``since``.
+
+    None if one of them makes no sense, as drivers report now and then.
+    """
+    by_pid: dict[int, list[Any]] = defaultdict(list)
+    for each in found:
+        if each.timeStamp > since and (each.smUtil or each.memUtil):
+            if each.smUtil > 100 or each.memUtil > 100:
+                return None
+            by_pid[each.pid].append(each)
+    return tuple(
+        ProcessUse(
+            pid,
+            round(sum(each.smUtil for each in some) / len(some)),
+            round(sum(each.memUtil for each in some) / len(some)),
+        )
+        for pid, some in sorted(by_pid.items())
+    )
 
 
 def _slow(handle: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError
-from ..monitoring.models import Condition, Sample
+from ..monitoring.models import Condition, ProcessUse, Sample
 from .models import Device, DeviceProcess, DeviceStatus, Inventory
 from .source import DevicesUnavailable, Sampler, unknown
 from .topology import NODE, PIX, nvlinks, pair
@@ -309,7 +309,7 @@ class SimulatedSampler:
         self.pids: Mapping[str, Sequence[int]] = {}
         """The leased processes of each device, by UUID. Set by code that knows the leases."""
         self.watched: frozenset[str] = frozenset()
-        """Unused: the processes are listed in every sample."""
+        """Whose processes are measured one by one; they are listed in every sample anyway."""
 
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
         """Sample the fleet; see :class:`gpuspawner.devices.source.Sampler`."""
@@ -334,6 +334,7 @@ class SimulatedSampler:
         alive: dict[int, _SeenProcess],
     ) -> Sample:
         load, used, processes = 0.0, 0, list(device.processes)
+        each_use: list[ProcessUse] = []
         for pid in pids:
             read = self._read(pid)
             if read is None:
@@ -344,7 +345,9 @@ class SimulatedSampler:
             share = (cpu - before.cpu_seconds) / passed if passed > 0 else 0.0
             alive[pid] = _SeenProcess(cpu, monotonic, before.computes or share >= IDLE_SHARE)
             if alive[pid].computes:
-                load += share if share >= IDLE_SHARE else 0.0
+                if share >= IDLE_SHARE:
+                    load += share
+                    each_use.append(ProcessUse(pid, min(100, round(100 * share))))
                 used += resident
                 processes.append(DeviceProcess(pid, resident, "compute", name))
         use = min(100, round(100 * load))
@@ -363,6 +366,7 @@ class SimulatedSampler:
             ecc_errors=0,
             processes=tuple(processes),
             listed_at=monotonic,
+            process_use=tuple(each_use) if device.uuid in self.watched else None,
             error=device.reason if device.status is DeviceStatus.UNKNOWN else "",
         )
 

@@ -66,7 +66,10 @@ class SamplerOfProcesses(Sampler, Protocol):
     """A sampler that can list the processes of some devices more often than of others."""
 
     watched: frozenset[str]
-    """UUIDs of devices whose processes are listed every few seconds. For any thread."""
+    """UUIDs of devices whose processes are listed every few seconds, with what each of them does.
+
+    For any thread.
+    """
 
 
 @runtime_checkable

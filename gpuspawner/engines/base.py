@@ -167,6 +167,10 @@ class ProcessOwners:
         lease = self._by_container.get(container_in(groups))
         return lease or self._by_id.get(_lease_in(process / "environ"))
 
+    def exists(self, pid: int) -> bool:
+        """Return True if there is a process with this id."""
+        return (self._proc / str(pid)).exists()
+
     def pids(self) -> dict[str, list[int]]:
         """Return all processes of this host that belong to an open lease, by lease id.
 

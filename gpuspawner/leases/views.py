@@ -28,7 +28,7 @@ from ..monitoring.service import IdleServer
 from ..services import Services
 from ..web import view_models
 from ..web.api import APIHandler, ChangingAPI, operation
-from ..web.base import ServiceHandler, may_see_balance
+from ..web.base import Context, ServiceHandler, may_see_balance
 from ..web.fields import text_of
 from ..web.pages import FormPage, MemberPage, Page
 from ..web.schemas import LeaseAnswer, ReasonBody
@@ -307,7 +307,7 @@ def look(
     """Read a server's current figures. Blocks: use :meth:`Services.run`."""
     now = services.clock()
     since = max(now - CURVE, it.started_at or it.granted_at)
-    minutes = services.monitoring.use_between(since, now, uuids=it.uuids) if it.devices else []
+    minutes = services.monitoring.lease_use_between(it, since, now) if it.devices else []
     opened = services.leases.open_leases()
     account = services.ledger.account(it.account)
     paying = view_models.ending_of(services, account.name)
@@ -337,7 +337,7 @@ class NowAPI(APIHandler):
         it = await own_lease(self, lease_id)
         warn, session_warn = self.context.warn_minutes, self.context.session_warn_minutes
         found: CurrentSession = await self.read(look, self.services, it, warn, session_warn)
-        recent = self.context.recent()
+        recent = recent_of(self.context, it)
         mine = may_see_balance(self, it.account)
         self.answer(
             schemas.NowAnswer,
@@ -348,6 +348,17 @@ class NowAPI(APIHandler):
             devices=[device(each, found, recent) for each in it.devices],
             warnings=warnings(found, mine),
         )
+
+
+def recent_of(context: Context, lease: Lease) -> Recent:
+    """Return the newest samples of a lease's devices; of a shared one, of its own work."""
+    whole, own = context.recent(), context.recent_of_leases()
+    return {
+        device.uuid: own.get((device.uuid, lease.id), ())
+        if device.is_shared
+        else whole.get(device.uuid, ())
+        for device in lease.devices
+    }
 
 
 def device(it: LeasedDevice, found: CurrentSession, recent: Recent) -> schemas.DeviceNowAnswer:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
+from math import ceil
 from typing import Any
 
 from .models import DeviceUse
@@ -127,7 +128,7 @@ def credit_after(policy: IdlePolicy, credit: float, it: Activity) -> float:
     if it.busy is None:
         return credit
     most = 60 * policy.most_minutes
-    if it.use is None:  # for a MIG instance it is only known if anybody holds memory on it
+    if it.use is None:  # for some MIG instances it is only known if anybody holds memory on them
         if it.busy > 0:
             return most
         worked = 0.0
@@ -153,6 +154,29 @@ def snooze(policy: IdlePolicy, state: IdleState, now: datetime) -> IdleState | N
         return None
     later = max(now, state.stops_at) + timedelta(minutes=policy.snooze_minutes)
     return replace(state, stops_at=later, snoozes=state.snoozes + 1)
+
+
+def own_use(own: DeviceUse | None, whole: DeviceUse) -> DeviceUse:
+    """Return what a lease did on a shared device in a period.
+
+    Args:
+        own: What is known of its own work; None if nothing is.
+        whole: What the whole device did, which counts while its own work is not known: otherwise a
+            server could be stopped because figures failed.
+    """
+    if own is None or not own.known:
+        return whole
+    missing = own.samples - own.known
+    if missing <= 0 or not whole.known:
+        return own
+    use = ceil(missing * whole.use_sum / whole.measured) if whole.measured else 0
+    return replace(
+        own,
+        known=own.samples,
+        busy=min(own.samples, own.busy + ceil(missing * whole.busy / whole.known)),
+        measured=own.samples if whole.measured else own.measured,
+        use_sum=own.use_sum + use,
+    )
 
 
 def activity_of(minutes: Iterable[DeviceUse], seconds: float, *, output: bool) -> Activity:

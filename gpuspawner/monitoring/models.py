@@ -57,6 +57,17 @@ class RemoteProcess(DeviceProcess):
     """True if it belongs to no container and no job there."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """What one process did on a device in the last sample period, in percent."""
+
+    pid: int
+    use: int
+    """Of the time in which its kernels ran."""
+    memory_activity: int = 0
+    """Of the time in which it read or wrote memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """A device at one moment. None if the device or its driver does not report a value."""
@@ -64,8 +75,13 @@ class Sample:
     uuid: str
     index: int
     at: datetime
+    lease_id: str = ""
+    """The lease whose own work this is, on a device that others share; empty for all of it."""
     use: int | None = None
-    """Percent of the last sample period in which a kernel ran. None for a MIG instance."""
+    """Percent of the last sample period in which a kernel ran.
+
+    None for a MIG instance, except on Hopper and newer.
+    """
     memory_activity: int | None = None
     """Percent of the same period in which memory was read or written."""
     used_bytes: int | None = None
@@ -84,6 +100,8 @@ class Sample:
     """As last listed, some seconds ago."""
     listed_at: float | None = None
     """When that was, in seconds of the sampler's monotonic clock; None if it is not known."""
+    process_use: tuple[ProcessUse, ...] | None = None
+    """What each process did that did anything; None if unknown, or if nobody needs it."""
     condition: Condition | None = None
     """As last read, up to a minute ago."""
     error: str = ""
@@ -100,7 +118,7 @@ class Sample:
     def busy(self) -> bool | None:
         """Whether it works: True, False, or None if unknown.
 
-        If the use is unknown, as for a MIG instance, a compute process counts as work.
+        If the use is unknown, as for some MIG instances, a compute process counts as work.
         """
         if self.error or self.silent:
             return None
@@ -119,6 +137,8 @@ class DeviceUse:
     since: datetime
     seconds: int
     """The length of the period: :data:`MINUTE` or :data:`HOUR`."""
+    lease_id: str = ""
+    """As in :class:`Sample`."""
     samples: int = 0
     """How many samples were taken, one per second."""
     known: int = 0
@@ -126,7 +146,7 @@ class DeviceUse:
     busy: int = 0
     """In how many it worked."""
     measured: int = 0
-    """How many showed the use in percent; 0 for a MIG instance."""
+    """How many showed the use in percent."""
     use_sum: int = 0
     use_max: int = 0
     memory_max: int = 0
@@ -177,7 +197,7 @@ def beginning(at: datetime, seconds: int) -> datetime:
 
 
 def combine(some: Iterable[DeviceUse], since: datetime, seconds: int) -> DeviceUse:
-    """Combine periods of one device, in any order. Raises ValueError for none."""
+    """Combine periods of one device or lease, in any order. Raises ValueError for none."""
     parts = sorted(some, key=lambda part: part.since)
     if not parts:
         raise ValueError("there is nothing to combine")
@@ -185,6 +205,7 @@ def combine(some: Iterable[DeviceUse], since: datetime, seconds: int) -> DeviceU
     clocks = [p.sm_mhz_max for p in parts if p.sm_mhz_max is not None]
     return DeviceUse(
         uuid=parts[0].uuid,
+        lease_id=parts[0].lease_id,
         since=since,
         seconds=seconds,
         samples=sum(p.samples for p in parts),
@@ -216,7 +237,7 @@ class Rollups:
 
     def __init__(self, is_strange: Callable[[DeviceProcess], bool] = lambda process: False) -> None:
         self.is_strange = is_strange
-        self._open: dict[str, DeviceUse] = {}
+        self._open: dict[tuple[str, str], DeviceUse] = {}
         self._ecc: dict[str, int] = {}
 
     def add(self, samples: Iterable[Sample]) -> list[DeviceUse]:
@@ -226,16 +247,17 @@ class Rollups:
             latest = beginning(sample.at, MINUTE)
             if sample.silent:
                 continue
-            current = self._open.get(sample.uuid)
+            key = sample.uuid, sample.lease_id
+            current = self._open.get(key)
             if current is not None and current.since != latest:
                 done.append(current)
                 current = None
             second = self._second(sample, latest)
             parts = [current, second] if current else [second]
-            self._open[sample.uuid] = combine(parts, latest, MINUTE)
+            self._open[key] = combine(parts, latest, MINUTE)
         if latest is not None:  # a missing device has no more samples to complete its minute
-            for uuid in [u for u, use in self._open.items() if use.since != latest]:
-                done.append(self._open.pop(uuid))
+            for key in [key for key, use in self._open.items() if use.since != latest]:
+                done.append(self._open.pop(key))
         return done
 
     def rest(self) -> list[DeviceUse]:
@@ -246,7 +268,8 @@ class Rollups:
 
     def _second(self, it: Sample, since: datetime) -> DeviceUse:
         """Return what a sample shows, as a period."""
-        one: dict[str, Any] = {"uuid": it.uuid, "since": since, "seconds": MINUTE, "samples": 1}
+        one: dict[str, Any] = {"uuid": it.uuid, "lease_id": it.lease_id, "since": since}
+        one |= {"seconds": MINUTE, "samples": 1}
         if it.error:
             return DeviceUse(**one, xids=it.xids, error=it.error)
         compute = [p for p in it.processes or () if p.kind == "compute"]

@@ -4,7 +4,7 @@ A minute that comes twice, after the clock was set back or the service was resta
 one minute with both in it. An hour is made only of its minutes, so making it twice changes nothing.
 
 Minutes are exact. Where they were deleted there are hours, and an hour counts for the lease that
-held the GPU in its middle. A GPU that several share is fully attributed to each of them.
+held the GPU in its middle. A lease on a GPU that others share has rows of its own.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _STATE = tuple(each.name for each in fields(IdleState))
 
 def remember_use(connection: sa.Connection, minutes: Iterable[DeviceUse]) -> None:
     """Store complete minutes; an already stored minute is combined with the new one."""
-    added: dict[tuple[str, datetime], list[DeviceUse]] = {}
+    added: dict[tuple[str, str, datetime], list[DeviceUse]] = {}
     for minute in minutes:
-        added.setdefault((minute.uuid, minute.since), []).append(minute)
-    times = {since for _, since in added}
+        added.setdefault((minute.uuid, minute.lease_id, minute.since), []).append(minute)
+    times = {since for _, _, since in added}
     there = (device_use.c.seconds == MINUTE) & device_use.c.since.in_(times)
     for minute in _select(connection, there):
-        if (minute.uuid, minute.since) in added:
-            added[minute.uuid, minute.since].append(minute)
+        if (key := (minute.uuid, minute.lease_id, minute.since)) in added:
+            added[key].append(minute)
             connection.execute(sa.delete(device_use).where(_is(minute)))
-    rows = [_row(combine(parts, since, MINUTE)) for (_, since), parts in added.items()]
+    rows = [_row(combine(parts, since, MINUTE)) for (_, _, since), parts in added.items()]
     if rows:
         connection.execute(sa.insert(device_use), rows)
 
@@ -60,9 +60,10 @@ def sum_up_use(connection: sa.Connection, now: datetime) -> int:
     """Create the hours that are over from their minutes, and return how many minutes were new."""
     over = TO_SUM & (device_use.c.since < beginning(now, HOUR))
     new = _select(connection, over)
-    for uuid, since in {(minute.uuid, beginning(minute.since, HOUR)) for minute in new}:
+    for uuid, lease_id, since in {(x.uuid, x.lease_id, beginning(x.since, HOUR)) for x in new}:
         inside = (
             (device_use.c.uuid == uuid)
+            & (device_use.c.lease_id == lease_id)
             & (device_use.c.seconds == MINUTE)
             & (device_use.c.since >= since)
             & (device_use.c.since < since + timedelta(hours=1))
@@ -92,15 +93,17 @@ def device_use_between(
     *,
     seconds: int = MINUTE,
     uuids: Collection[str] | None = None,
+    lease_ids: Collection[str] = ("",),
 ) -> list[DeviceUse]:
     """Return the use in periods that began in ``[since, until)``, by time.
 
-    Only of these devices, if any are given.
+    Only of these devices, if any are given. ``lease_ids``: the leases of :class:`DeviceUse`.
     """
     wanted = (
         (device_use.c.seconds == seconds)
         & (device_use.c.since >= since)
         & (device_use.c.since < until)
+        & device_use.c.lease_id.in_(list(lease_ids))
     )
     if uuids is not None:
         wanted &= device_use.c.uuid.in_(list(uuids))
@@ -116,13 +119,15 @@ def newest_use(connection: sa.Connection, now: datetime) -> dict[str, DeviceUse]
 def _is(minute: DeviceUse) -> sa.ColumnElement[bool]:
     return (
         (device_use.c.uuid == minute.uuid)
+        & (device_use.c.lease_id == minute.lease_id)
         & (device_use.c.seconds == minute.seconds)
         & (device_use.c.since == minute.since)
     )
 
 
 def _select(connection: sa.Connection, wanted: sa.ColumnElement[bool]) -> list[DeviceUse]:
-    query = sa.select(*_COLUMNS).where(wanted).order_by(device_use.c.since, device_use.c.uuid)
+    by_time = device_use.c.since, device_use.c.uuid, device_use.c.lease_id
+    query = sa.select(*_COLUMNS).where(wanted).order_by(*by_time)
     return [
         DeviceUse(**row | {"xids": tuple(int(xid) for xid in row["xids"].split(",") if xid)})
         for row in map(dict, connection.execute(query).mappings())
@@ -175,12 +180,26 @@ def _watched(row: sa.RowMapping) -> WatchedLease:
 
 _HALF = timedelta(minutes=30)
 
+_RowKey = tuple[str, str]
+"""The UUID and the lease id of rows of device use."""
+
+_Holder = tuple[str, float]
+"""A lease, and the part of a device that it has."""
+
+_SHARE = sa.cast(lease_places.c.held_slots, sa.Float) / lease_places.c.slots
+
+_OWN_ROWS = (device_use.c.uuid == lease_places.c.uuid) & (
+    device_use.c.lease_id
+    == sa.case((lease_places.c.held_slots == lease_places.c.slots, ""), else_=leases.c.id)
+)
+"""The rows that show what a lease did: those of the whole device, if it had all of it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseUtilization:
     """What a lease's GPUs did between two times. All in seconds of one GPU.
 
-    Of a slot of a shared GPU, nothing is measured: what the GPU did was not only its work.
+    Of a slot of a shared GPU, only what its own programs did is measured.
     """
 
     lease_id: str
@@ -224,8 +243,8 @@ def worked_between(
 
 def _leases(
     connection: sa.Connection, start: datetime, end: datetime
-) -> tuple[dict[str, LeaseUtilization], dict[str, list[str]]]:
-    """Return the leases by id, without work yet, and which of them held each whole GPU."""
+) -> tuple[dict[str, LeaseUtilization], dict[_RowKey, list[_Holder]]]:
+    """Return the leases by id, without work yet, and who worked by which rows."""
     query = (
         sa.select(
             leases.c.id,
@@ -245,12 +264,13 @@ def _leases(
         .order_by(leases.c.started_at, leases.c.id)
     )
     found: dict[str, LeaseUtilization] = {}
-    places: dict[str, list[str]] = {}
+    places: dict[_RowKey, list[_Holder]] = {}
     for row in connection.execute(query):
         began, ended = max(start, row.started_at), min(end, row.ended_at or end)
-        held = max(0.0, (ended - began).total_seconds()) * row.held_slots / row.slots
-        if row.held_slots == row.slots:
-            places.setdefault(row.uuid, []).append(row.id)
+        share = row.held_slots / row.slots
+        held = max(0.0, (ended - began).total_seconds()) * share
+        key = row.uuid, row.id if share < 1 else ""
+        places.setdefault(key, []).append((row.id, share))
         if (so_far := found.get(row.id)) is not None:
             model = row.model if row.model == so_far.model else SEVERAL
             held += so_far.held
@@ -290,13 +310,12 @@ def _by_minutes(
     query = (
         sa.select(
             leases.c.id,
-            sa.func.sum(MINUTE * device_use.c.known / samples),
-            sa.func.sum(MINUTE * device_use.c.busy / samples),
+            sa.func.sum(MINUTE * device_use.c.known / samples * _SHARE),
+            sa.func.sum(MINUTE * device_use.c.busy / samples * _SHARE),
         )
         .join_from(leases, lease_places, (lease_places.c.lease_id == leases.c.id) & COUNTED_PLACE)
-        .join(device_use, device_use.c.uuid == lease_places.c.uuid)
+        .join(device_use, _OWN_ROWS)
         .where(
-            lease_places.c.held_slots == lease_places.c.slots,
             device_use.c.seconds == MINUTE,
             device_use.c.since >= start,
             device_use.c.since < end,
@@ -316,11 +335,12 @@ def _by_hours(
     start: datetime,
     end: datetime,
     found: dict[str, LeaseUtilization],
-    places: dict[str, list[str]],
+    places: dict[_RowKey, list[_Holder]],
 ) -> Iterable[tuple[str, float, float]]:
     """Yield the same from hours, for the lease that held the GPU in the middle of each."""
     query = sa.select(
         device_use.c.uuid,
+        device_use.c.lease_id,
         device_use.c.since,
         device_use.c.samples,
         device_use.c.known,
@@ -331,18 +351,19 @@ def _by_hours(
         device_use.c.since < end,
         device_use.c.samples > 0,
     )
-    hours: dict[str, list[tuple[datetime, float, float]]] = {}
-    for uuid, since, samples, known, busy in connection.execute(query.order_by(device_use.c.since)):
-        some = hours.setdefault(uuid, [])
+    hours: dict[_RowKey, list[tuple[datetime, float, float]]] = {}
+    rows = connection.execute(query.order_by(device_use.c.since))
+    for uuid, of, since, samples, known, busy in rows:
+        some = hours.setdefault((uuid, of), [])
         some.append((since + _HALF, HOUR * known / samples, HOUR * busy / samples))
-    for uuid, some in hours.items():
+    for key, some in hours.items():
         middles = [middle for middle, _, _ in some]
-        for lease_id in places.get(uuid, ()):
+        for lease_id, share in places.get(key, ()):
             lease = found[lease_id]
             first = bisect_left(middles, max(start, lease.since))
             last = bisect_left(middles, min(end, lease.until or end))
             for _, measured, busy in some[first:last]:
-                yield lease_id, measured, busy
+                yield lease_id, measured * share, busy * share
 
 
 BATCH = "batch jobs"

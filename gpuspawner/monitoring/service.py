@@ -26,7 +26,17 @@ from ..queue import repository as queue_repository
 from ..queue.models import Ticket
 from ..queue.service import AT_ONCE
 from . import repository
-from .idle import IdlePolicies, IdlePolicy, IdleState, activity_of, after_gap, begin, judge, snooze
+from .idle import (
+    IdlePolicies,
+    IdlePolicy,
+    IdleState,
+    activity_of,
+    after_gap,
+    begin,
+    judge,
+    own_use,
+    snooze,
+)
 from .models import HOUR, MINUTE, DeviceUse, combine
 from .repository import LeaseUtilization, WatchedLease
 
@@ -97,6 +107,22 @@ class MonitoringService:
                 connection, since, until, seconds=seconds, uuids=uuids
             )
 
+    def lease_use_between(
+        self, lease: Lease, since: datetime, until: datetime, *, seconds: int = MINUTE
+    ) -> list[DeviceUse]:
+        """Return the same of a lease's devices; of a shared one, only its own work."""
+        with self.store.read() as connection:
+            found = repository.device_use_between(
+                connection,
+                since,
+                until,
+                seconds=seconds,
+                uuids=lease.uuids,
+                lease_ids=("", lease.id),
+            )
+        shared = _shared(lease)
+        return [each for each in found if bool(each.lease_id) == (each.uuid in shared)]
+
     def worked_between(self, since: datetime, until: datetime) -> list[LeaseUtilization]:
         """Return every lease with GPUs in this period and how much they worked, by start."""
         until = min(until, self.clock())
@@ -110,7 +136,7 @@ class MonitoringService:
         """Return what each device of a session did, by UUID; devices without samples are absent.
 
         From whole minutes within the session, or from whole hours if it was long or its minutes are
-        deleted. For a shared device, the use of all who share it.
+        deleted. Of a shared device, only the session's own work.
         """
         if lease.started_at is None or not lease.devices:
             return {}
@@ -118,7 +144,7 @@ class MonitoringService:
         found: list[DeviceUse] = []
         for seconds in (MINUTE, HOUR) if until - since <= BY_MINUTES else (HOUR, MINUTE):
             whole = until - timedelta(seconds=seconds) + timedelta(microseconds=1)
-            found = self.use_between(since, whole, seconds=seconds, uuids=lease.uuids)
+            found = self.lease_use_between(lease, since, whole, seconds=seconds)
             if found:
                 break
         by_device: dict[str, list[DeviceUse]] = {}
@@ -333,13 +359,15 @@ class IdleService:
         now: datetime,
     ) -> IdleEvent | None:
         since = max(before.judged_until, now - LONGEST_LOOK_BACK)
-        rows = repository.device_use_between(connection, since, now, uuids=lease.uuids)
+        rows = repository.device_use_between(
+            connection, since, now, uuids=lease.uuids, lease_ids=("", lease.id)
+        )
         state, until, stops = before.state, before.judged_until, False
         for began, minutes in groupby(rows, key=lambda minute: minute.since):
             state = after_gap(state, began - until)
             until = began + timedelta(minutes=1)
             output = last_output is not None and last_output + OUTPUT_COUNTS >= began
-            done = activity_of(minutes, float(MINUTE), output=output)
+            done = activity_of(_of_lease(lease, minutes), float(MINUTE), output=output)
             # By the present time, also for late judgements: a countdown is never over at once.
             verdict = judge(policy, state, done, now, waiting=waiting)
             state, stops = verdict.state, verdict.event == "stop"
@@ -356,6 +384,22 @@ class IdleService:
         )
         self.log.info("Lease %s (%s) is idle: %s", lease.id, lease.server, event)
         return IdleEvent(lease, event)
+
+
+def _shared(lease: Lease) -> set[str]:
+    """Return the UUIDs of a lease's devices that others may share."""
+    return {device.uuid for device in lease.devices if device.is_shared}
+
+
+def _of_lease(lease: Lease, minutes: Iterable[DeviceUse]) -> list[DeviceUse]:
+    """Return a minute of each of a lease's devices, from those of its devices and its own."""
+    found = {(each.uuid, each.lease_id): each for each in minutes}
+    shared = _shared(lease)
+    return [
+        own_use(found.get((uuid, lease.id)), whole) if uuid in shared else whole
+        for (uuid, of), whole in found.items()
+        if not of
+    ]
 
 
 def _others_wait(waiting: Iterable[Ticket], now: datetime) -> bool:

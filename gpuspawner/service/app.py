@@ -246,6 +246,7 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             channels=notifier.known,
             poke=notifier.poke,
             recent=self.recent_samples,
+            recent_of_leases=self.recent_lease_samples,
             members_see_names=self.monitoring.members_see_names,
             hub=tick.hub,
             run_files=files,

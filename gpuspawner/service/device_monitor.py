@@ -43,6 +43,7 @@ from ..slurm.cluster import Node
 from ..slurm.images import connector
 from ..slurm.scheduler import SlurmDelegate
 from .hub_client import StartAnswer
+from .lease_meter import LeaseMeter, LeaseOnDevice
 from .memory_guard import GUARD_SECONDS, MemoryGuard
 from .worker import Round, Supervisor, Tick, TickDuty
 
@@ -87,9 +88,12 @@ class Sampling:
         """Seconds without an answer after which that is reported."""
         self.owners: ProcessOwners | None = None
         """Owners of the processes on devices; set by code that knows the open leases."""
+        self.meter = LeaseMeter()
         self._strange: dict[int, tuple[ProcessOwners, bool]] = {}
         self._rollups = Rollups(self._is_strange)
         self._recent: dict[str, deque[Sample]] = defaultdict(lambda: deque(maxlen=KEPT_SECONDS))
+        self._of_leases: dict[LeaseOnDevice, deque[Sample]]
+        self._of_leases = defaultdict(lambda: deque(maxlen=KEPT_SECONDS))
         self._complete: deque[DeviceUse] = deque(maxlen=MOST_MINUTES)
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -116,6 +120,11 @@ class Sampling:
         """Return the newest samples of each device, oldest first."""
         with self._lock:
             return {uuid: list(samples) for uuid, samples in self._recent.items()}
+
+    def recent_of_leases(self) -> dict[LeaseOnDevice, list[Sample]]:
+        """Return the newest samples of each lease on a device that others may share."""
+        with self._lock:
+            return {key: list(samples) for key, samples in self._of_leases.items()}
 
     def trouble(self) -> str:
         """Return why there are no samples, as a sentence; empty if there are."""
@@ -164,10 +173,15 @@ class Sampling:
             return False
         self._error = ""
         self._answered_at = self._monotonic()
+        of_leases = self.meter.divide(samples)
         with self._lock:
             for sample in samples:
                 self._recent[sample.uuid].append(sample)
-            self._complete.extend(self._rollups.add(samples))
+            for key in self._of_leases.keys() - self.meter.keys:
+                del self._of_leases[key]
+            for sample in of_leases:
+                self._of_leases[sample.uuid, sample.lease_id].append(sample)
+            self._complete.extend(self._rollups.add([*samples, *of_leases]))
         return True
 
     def _is_strange(self, process: DeviceProcess) -> bool:
@@ -389,6 +403,10 @@ class GPUSampler:
         """Return the newest samples of each device, oldest first; empty without a sampler."""
         return self.samples.recent() if self.samples else {}
 
+    def recent_lease_samples(self) -> dict[LeaseOnDevice, list[Sample]]:
+        """Return the same of each lease on a device that others may share."""
+        return self.samples.recent_of_leases() if self.samples else {}
+
     async def watch_devices(
         self, tick: Tick, supervisor: Supervisor, poke: Callable[[], None]
     ) -> None:
@@ -444,11 +462,14 @@ class GPUSampler:
         if {lease.id: lease.engine_ref for lease in leases} != self._leases:
             self._leases = {lease.id: lease.engine_ref for lease in leases}
             sampling.owners = ProcessOwners(leases)
+            sampling.meter.follow(leases, sampling.owners)
         if isinstance(sampler, SimulatedSampler) and sampling.owners is not None:
             pids = await asyncio.to_thread(sampling.owners.pids) if leases else {}
-            sampler.pids = {
-                uuid: pids.get(lease.id, ()) for lease in leases for uuid in lease.uuids
-            }
+            on_device: dict[str, list[int]] = defaultdict(list)
+            for lease in leases:
+                for uuid in lease.uuids:
+                    on_device[uuid] += pids.get(lease.id, [])
+            sampler.pids = on_device
 
     async def _write(self, tick: Tick, sampling: Sampling, *, tidy: bool = False) -> None:
         services = tick.services

@@ -101,6 +101,8 @@ class Context:
     """Called when a notice is ready to be sent."""
     recent: Callable[[], Mapping[str, Sequence[Sample]]] = dict
     """Returns the newest samples of each device by its UUID, oldest first."""
+    recent_of_leases: Callable[[], Mapping[tuple[str, str], Sequence[Sample]]] = dict
+    """Returns the same of each lease on a device that others may share, by UUID and lease id."""
     members_see_names: bool = False
     """True if the cluster page shows all members who has a GPU."""
     hub: HubCalls | None = None

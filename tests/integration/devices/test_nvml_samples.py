@@ -25,6 +25,7 @@ READINGS = [
     "nvmlDeviceGetCurrentClocksThrottleReasons",
     "nvmlDeviceGetTotalEccErrors",
     "nvmlDeviceGetComputeRunningProcesses_v3",
+    "nvmlDeviceGetProcessUtilization",
     "nvmlDeviceRegisterEvents",
     "nvmlDeviceGetMigMode",
 ]
@@ -45,6 +46,7 @@ def test_healthy_gpu_is_sampled_with_every_reading(machine: Machine) -> None:
         {
             "uuid": gpu.uuid,
             "index": 0,
+            "lease_id": "",
             "at": str(machine.now),
             "use": 87,
             "memory_activity": 40,
@@ -66,6 +68,7 @@ def test_healthy_gpu_is_sampled_with_every_reading(machine: Machine) -> None:
                     "name": Path("/proc/self/comm").read_text().strip(),
                 }
             ],
+            "process_use": None,
             "condition": {
                 "remap_pending": False,
                 "remap_failed": False,
@@ -124,6 +127,34 @@ def test_process_lists_are_read_in_turn_once_a_minute(machine: Machine) -> None:
         assert [bool(s["processes"]) for s in samples] == [n < listed for n in range(3)]
 
 
+def test_what_each_process_does_is_read_of_watched_devices_only(machine: Machine) -> None:
+    gpu, other = gpus(2)
+    other.fails = {"nvmlDeviceGetProcessUtilization": nvml.GPU_IS_LOST}
+    machine.tell(f"watch {gpu.uuid}")
+
+    def uses(**fields: Any) -> Any:
+        samples = by_uuid(machine.has(replace(gpu, **fields), other).sample())
+        assert (samples[other.uuid]["process_use"], samples[other.uuid]["error"]) == (None, "")
+        assert samples[gpu.uuid]["error"] == ""
+        return samples[gpu.uuid]["process_use"]
+
+    old = [(7, 90, 20, 1_000), (8, 50, 10, 2_000)]
+    assert uses(worked=old) is None, "who knows when that was"
+    assert uses(worked=old) == []
+    new = [*old, (9, 30, 5, 3_000), (7, 10, 2, 3_000), (7, 21, 3, 3_200), (5, 0, 0, 3_000)]
+    assert uses(worked=new) == [
+        {"pid": 7, "use": 16, "memory_activity": 2},
+        {"pid": 9, "use": 30, "memory_activity": 5},
+    ]
+    assert uses(worked=[*new, (9, 4_000_000, 0, 4_000)]) is None
+    assert uses(fails={"nvmlDeviceGetProcessUtilization": nvml.NOT_SUPPORTED}) is None
+    assert uses(fails={"nvmlDeviceGetProcessUtilization": nvml.UNKNOWN}) is None
+    assert uses(worked=[*new, (9, 40, 0, 5_000)]) == [{"pid": 9, "use": 40, "memory_activity": 0}]
+    assert uses(mig=False) == []
+    machine.tell("watch")
+    assert uses(worked=[*new, (9, 40, 0, 6_000)]) is None
+
+
 def test_mig_instance_has_memory_and_processes_but_no_use(machine: Machine) -> None:
     gpu = mig_gpu(0, 3)
     gpu.instances[0].used_bytes, gpu.instances[0].compute = 2 * GIB, [(9, 2 * GIB)]
@@ -152,6 +183,7 @@ def test_xid_errors_are_reported_once_each(machine: Machine) -> None:
 def test_unsupported_readings_stay_empty(machine: Machine) -> None:
     first, second = gpus(2)
     first.use = second.use = (50, 20)
+    machine.tell(f"watch {first.uuid} {second.uuid}")
     for call in READINGS:
         machine.has(replace(first, fails={call: nvml.NOT_SUPPORTED}), second).sample(60)
         seen = by_uuid(machine.sample(60))

@@ -44,7 +44,7 @@ WITHOUT_NAMES = {
     "clock_offsets": "boot_id",
     "closures": "subject",
     "device_health": "accepted cause probe reason uuid verdict",
-    "device_use": "error uuid xids",
+    "device_use": "error lease_id uuid xids",
     "devices": "compute_mode model parent_uuid pci_bus_id processes reason source status uuid",
     "environment_use": "environment",
     "folder_members": "folder_id",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuspawner.devices.models import Device, DeviceProcess, DeviceStatus
-from gpuspawner.monitoring.models import Sample
+from gpuspawner.monitoring.models import ProcessUse, Sample
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.nvml_library import GPU
 
@@ -119,12 +119,13 @@ class Machine:
 
 def as_sample(fields: dict[str, Any]) -> Sample:
     """One of the child's samples as the service takes it."""
-    listed = fields["processes"]
+    listed, worked = fields["processes"], fields["process_use"]
     return Sample(
         **fields
         | {
             "at": datetime.fromisoformat(fields["at"]),
             "processes": listed and tuple(DeviceProcess(**process) for process in listed),
+            "process_use": worked and tuple(ProcessUse(**process) for process in worked),
             "condition": None,
         }
     )

@@ -109,6 +109,8 @@ class GPU:
     fails: Mapping[str, int] = field(default_factory=dict)
     delays: Mapping[str, int] = field(default_factory=dict)
     """How many milliseconds a function takes for this device."""
+    worked: Sequence[tuple[int, int, int, int]] = ()
+    """(process id, percent of its kernels, and of memory, until which microsecond) of processes."""
     use: tuple[int, int] = (0, 0)
     """Percent of the time, that kernels ran and that memory was used."""
     used_bytes: int = 0
@@ -196,6 +198,7 @@ def write_fleet(
         lines += [f"migmode {int(gpu.mig)}"] if gpu.mig is not None else []
         lines += [f"compute {pid} {used}" for pid, used in gpu.compute]
         lines += [f"graphics {pid} {used}" for pid, used in gpu.graphics]
+        lines += [f"worked {' '.join(map(str, each))}" for each in gpu.worked]
         lines += [f"nvlink {number} {end}" for number, end in enumerate(gpu.nvlinks)]
         lines += [f"use {gpu.use[0]} {gpu.use[1]}", f"used {gpu.used_bytes}"]
         lines += [f"power {gpu.milliwatts}", f"celsius {gpu.celsius}"]

@@ -13,6 +13,7 @@
  *   name TEXT                   memory BYTES
  *   bus 00000000:3B:00.0        mode NUMBER            migmode 0|1 (absent: not supported)
  *   compute PID BYTES           graphics PID BYTES     (BYTES -1: not available)
+ *   worked PID SM MEMORY TIME    what a process did, in percent, until that time in microseconds
  *   nvlink LINK BUS|switch
  *   use PERCENT PERCENT         of the time, that kernels ran and that memory was used
  *   used BYTES                  power MILLIWATTS       celsius DEGREES
@@ -87,6 +88,12 @@ typedef struct {
     nvmlGpuInstancePlacement_t placement;
 } nvmlGpuInstanceInfo_t;
 
+typedef struct {
+    unsigned int pid;
+    unsigned long long timeStamp;
+    unsigned int smUtil, memUtil, encUtil, decUtil;
+} nvmlProcessUtilizationSample_t;
+
 typedef struct { unsigned int pid; long long bytes; } process;
 typedef struct {
     unsigned int index, id, slices, most, megabytes, size, starts[MOST_STARTS];
@@ -102,7 +109,8 @@ typedef struct {
     unsigned int mode;
     int migmode, pages;
     process compute[MOST_PROCESSES], graphics[MOST_PROCESSES];
-    int computing, drawing;
+    nvmlProcessUtilizationSample_t worked[MOST_PROCESSES];
+    int computing, drawing, working;
     char links[MOST_LINKS][TEXT];
     unsigned int use, memory_use, power, celsius, sm, memory_clock;
     unsigned int remapped[4], lanes, lanes_most, limit, limit_usual;
@@ -147,6 +155,7 @@ static void read_setting(const char *key, const char *rest, device *at, int gpu,
         : !strcmp(key, "spin") ? SPIN : !strcmp(key, "hang") ? HANG : FAIL;
     char text[TEXT];
     process found;
+    nvmlProcessUtilizationSample_t did;
     xid reported;
     instance made;
     if ((kind != FAIL || !strcmp(key, "fail")) && fleet.rules < MOST_RULES) {
@@ -197,6 +206,10 @@ static void read_setting(const char *key, const char *rest, device *at, int gpu,
         sscanf(rest, "%u %u", &at->lanes, &at->lanes_most);
     } else if (!strcmp(key, "limits")) {
         sscanf(rest, "%u %u", &at->limit, &at->limit_usual);
+    } else if (!strcmp(key, "worked") && sscanf(rest, "%u %u %u %llu", &did.pid, &did.smUtil,
+                                                &did.memUtil, &did.timeStamp) == 4) {
+        did.encUtil = did.decUtil = 0;
+        if (at->working < MOST_PROCESSES) at->worked[at->working++] = did;
     } else if (!strcmp(key, "profile")) {
         if (at->kinds < MOST_PROFILES) read_profile(rest, &at->profiles[at->kinds++]);
     } else if (!strcmp(key, "instance") && sscanf(rest, "%u %u %u %u", &made.id, &made.profile,
@@ -552,6 +565,25 @@ RUNNING(nvmlDeviceGetComputeRunningProcesses_v3, compute, computing)
 RUNNING(nvmlDeviceGetComputeRunningProcesses_v2, compute, computing)
 RUNNING(nvmlDeviceGetGraphicsRunningProcesses_v3, graphics, drawing)
 RUNNING(nvmlDeviceGetGraphicsRunningProcesses_v2, graphics, drawing)
+
+/* As the driver does: only processes that did anything since that time, and none is an error. */
+nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t handle,
+                                             nvmlProcessUtilizationSample_t *samples,
+                                             unsigned int *count, unsigned long long since) {
+    unsigned int room = *count;
+    int at;
+    CALL_FOR("nvmlDeviceGetProcessUtilization", handle);
+    WHOLE_GPU_ONLY(handle);
+    if (it->migmode == 1) return end(NOT_SUPPORTED);
+    *count = 0;
+    for (at = 0; at < it->working; at++) {
+        if (it->worked[at].timeStamp <= since) continue;
+        if (samples && *count < room) samples[*count] = it->worked[at];
+        (*count)++;
+    }
+    if (!*count) return end(NOT_FOUND);
+    return end(samples && *count <= room ? SUCCESS : INSUFFICIENT_SIZE);
+}
 
 nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t one, nvmlDevice_t other,
                                                  unsigned int *level) {

@@ -21,6 +21,7 @@ from gpuspawner.monitoring.idle import (
     begin,
     credit_after,
     judge,
+    own_use,
     snooze,
 )
 from gpuspawner.monitoring.models import DeviceUse
@@ -193,3 +194,31 @@ def test_invalid_idle_policy_is_rejected_with_an_explanation(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         IdlePolicies(config)
+
+
+def period(samples: int, known: int, busy: int, use_sum: int, lease_id: str = "") -> DeviceUse:
+    counts = {"samples": samples, "known": known, "measured": known, "busy": busy}
+    return DeviceUse(uuid="a", since=T0, seconds=60, lease_id=lease_id, use_sum=use_sum, **counts)
+
+
+def test_own_use_counts_where_it_is_known_and_the_device_s_elsewhere() -> None:
+    whole = period(60, 60, 60, 60 * 90)
+    own = period(60, 60, 6, 60, "ada")
+    assert own_use(own, whole) == own
+    assert own_use(None, whole) == own_use(period(60, 0, 0, 0, "ada"), whole) == whole
+    half = own_use(period(60, 30, 0, 0, "ada"), whole)
+    assert (half.known, half.busy, half.use) == (60, 30, 45)
+    assert own_use(own, period(60, 0, 0, 0)) == own
+
+
+@given(st.data())
+def test_lost_figures_make_nobody_more_idle_than_the_device(data: st.DataObject) -> None:
+    known = data.draw(st.integers(1, 60))
+    busy = data.draw(st.integers(0, known))
+    work = data.draw(st.integers(0, 60))
+    whole = period(60, 60, work, 100 * work)
+    own = period(60, known, busy, 100 * busy, "ada")
+    found = own_use(own, whole)
+    assert (found.samples, found.known) == (60, 60)
+    assert found.busy >= min(busy + (60 - known) * work / 60, 60)
+    assert found.busy <= min(60, busy + 60 - known)
