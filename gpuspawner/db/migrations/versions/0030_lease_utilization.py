@@ -1,7 +1,7 @@
 """What each lease does on a device that others share.
 
 Revision ID: 0030
-Revises: 0027
+Revises: 0029
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from alembic import op
 from gpuspawner.db.schema import UTCDateTime
 
 revision = "0030"
-down_revision = "0027"
+down_revision = "0029"
 
 KEY = ["uuid", "seconds", "since", "lease_id"]
 NUMBERS = (

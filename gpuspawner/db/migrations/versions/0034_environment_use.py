@@ -1,7 +1,7 @@
 """What the containers of each environment used, for the metrics.
 
 Revision ID: 0034
-Revises: 0027
+Revises: 0030
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0034"
-down_revision = "0027"
+down_revision = "0030"
 
 _COUNTS = (
     "disk_read_bytes",
