@@ -26,11 +26,9 @@ from ..engines.disk_usage import SPARE, LimitedContainer, limited, room, size, w
 from ..engines.docker import DockerEngine, client_from_environment
 from ..engines.scratch import remove_unused
 from ..leases.models import Lease
-from ..slurm.cluster import Cluster
-from ..slurm.images import connector
-from ..slurm.scheduler import SlurmDelegate
 from ..storage.directories import volume_sizes
 from ..storage.repository import Workspace
+from .machines import HERE, machines_with_engines
 from .worker import Round, Tick, TickDuty
 
 T = TypeVar("T")
@@ -52,7 +50,6 @@ ROUND_SECONDS = 5.0
 AT_ONCE = 8
 """How many containers of one engine are measured at the same time."""
 
-HERE = "this machine"
 _in_thread = partial(in_daemon_thread, "gpuspawner-disk")
 
 
@@ -251,36 +248,16 @@ class ScratchDuty(TickDuty):
                 self._due.discard(machine)
 
 
-def node_of(cluster: Cluster, engine: str, lease: Lease) -> str:
-    """Return the name of the machine with a lease's server; empty if not in the cluster."""
-    if lease.engine != engine or not lease.devices:
-        return ""
-    found = cluster.device(lease.uuids[0])
-    return found[0].name if found else ""
-
-
 def disk_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
     """Return the duties for containers: of this machine's engine, and of those of a cluster."""
-    engine = DockerEngine(partial(client_from_environment, PATIENCE_SECONDS))
-
-    def machine_of(lease: Lease) -> str:
-        return HERE if lease.engine == engine.name else ""
-
-    here = DiskDuty(tick, {HERE: engine}, machine_of, poke)
-    scratch = ScratchDuty(tick, {HERE: engine}, machine_of)
-    rounds: list[Round] = [
-        (LOOK_SECONDS, "Disk", here.round),
-        (SCRATCH_SECONDS, "Scratch", scratch.round),
-    ]
-    delegate = tick.services.delegation.delegate
-    if isinstance(delegate, SlurmDelegate):
-        cluster = delegate.cluster
-        nodes = {x.name: DockerEngine(connector(x, PATIENCE_SECONDS)) for x in cluster.nodes}
-        find = partial(node_of, cluster, delegate.engine)
-        rounds += [
-            (LOOK_SECONDS, "Disks of nodes", DiskDuty(tick, nodes, find, poke).round),
-            (SCRATCH_SECONDS, "Scratch of nodes", ScratchDuty(tick, nodes, find).round),
-        ]
+    names = (("Disk", "Scratch"), ("Disks of nodes", "Scratch of nodes"))
+    machines = machines_with_engines(tick.services, PATIENCE_SECONDS)
+    rounds: list[Round] = []
+    for (disk, scratch), each in zip(names, machines, strict=False):
+        disks = DiskDuty(tick, each.engines, each.machine_of, poke)
+        leftovers = ScratchDuty(tick, each.engines, each.machine_of)
+        rounds.append((LOOK_SECONDS, disk, disks.round))
+        rounds.append((SCRATCH_SECONDS, scratch, leftovers.round))
     return rounds
 
 

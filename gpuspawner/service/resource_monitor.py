@@ -14,13 +14,11 @@ from functools import partial
 
 from ..core.aio import in_daemon_thread
 from ..core.errors import EngineUnavailable
-from ..engines.docker import DockerEngine, client_from_environment
+from ..engines.docker import DockerEngine
 from ..engines.resource_use import MemoryKill
 from ..leases.models import Lease
 from ..monitoring.resource_service import ContainerSample
-from ..slurm.images import connector
-from ..slurm.scheduler import SlurmDelegate
-from .disk_monitor import HERE, node_of
+from .machines import machines_with_engines
 from .worker import Round, Tick, TickDuty
 
 SAMPLE_SECONDS = 30.0
@@ -164,23 +162,11 @@ class _Machine:
 
 def resource_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
     """Return the duties for this machine's engine, and for those of a cluster."""
-    engine = DockerEngine(partial(client_from_environment, PATIENCE_SECONDS))
-
-    def machine_of(lease: Lease) -> str:
-        return HERE if lease.engine == engine.name else ""
-
-    here = ResourceDuty(tick, {HERE: engine}, machine_of, poke)
-    rounds: list[Round] = [
-        (SAMPLE_SECONDS, "Use of resources", here.sample),
-        (KILLS_SECONDS, "Out of memory", here.look_for_kills),
-    ]
-    delegate = tick.services.delegation.delegate
-    if isinstance(delegate, SlurmDelegate):
-        cluster = delegate.cluster
-        nodes = {x.name: DockerEngine(connector(x, PATIENCE_SECONDS)) for x in cluster.nodes}
-        there = ResourceDuty(tick, nodes, partial(node_of, cluster, delegate.engine), poke)
-        rounds += [
-            (SAMPLE_SECONDS, "Use of resources on nodes", there.sample),
-            (KILLS_SECONDS, "Out of memory on nodes", there.look_for_kills),
-        ]
+    where = ("", " on nodes")
+    machines = machines_with_engines(tick.services, PATIENCE_SECONDS)
+    rounds: list[Round] = []
+    for on_nodes, each in zip(where, machines, strict=False):
+        duty = ResourceDuty(tick, each.engines, each.machine_of, poke)
+        rounds.append((SAMPLE_SECONDS, f"Use of resources{on_nodes}", duty.sample))
+        rounds.append((KILLS_SECONDS, f"Out of memory{on_nodes}", duty.look_for_kills))
     return rounds

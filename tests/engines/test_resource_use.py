@@ -16,8 +16,8 @@ from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef, Term
 from gpuspawner.monitoring import last_sample
 from gpuspawner.runs.models import Run, RunState, Work
 from gpuspawner.service import resource_monitor
-from gpuspawner.service.disk_monitor import HERE
 from gpuspawner.service.duties import RunDuty
+from gpuspawner.service.machines import HERE
 from gpuspawner.service.resource_monitor import ResourceDuty
 from gpuspawner.services import Services
 from tests.support.brokers import T0, Clock

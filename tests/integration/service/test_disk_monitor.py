@@ -19,7 +19,8 @@ from gpuspawner.engines.docker import DockerEngine
 from gpuspawner.leases.models import Lease, Request, ServerRef
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.service import disk_monitor
-from gpuspawner.service.disk_monitor import HERE, DiskDuty, WorkspaceDuty
+from gpuspawner.service.disk_monitor import DiskDuty, WorkspaceDuty
+from gpuspawner.service.machines import HERE
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make
 from tests.support.rounds import SITE, ScriptedHub, make_tick, told

@@ -16,7 +16,8 @@ from gpuspawner.engines.disk_usage import (
     size_option,
 )
 from gpuspawner.leases.models import LeasedDevice
-from gpuspawner.service.disk_monitor import DiskMeasurement, is_due, node_of
+from gpuspawner.service.disk_monitor import DiskMeasurement, is_due
+from gpuspawner.service.machines import node_of
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
 from gpuspawner.spawners.container import ContainerSettings, DiskLimit, build
 from tests.support.leases import lease_of
