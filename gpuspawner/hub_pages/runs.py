@@ -79,7 +79,11 @@ class QuoteAPI(_OfService):
         sent, user = self.sent_for()
         try:
             found = await self.launcher.quote(
-                user, sent["options"], sent["server"], preemptible=sent["preemptible"]
+                user,
+                sent["options"],
+                sent["server"],
+                preemptible=sent["preemptible"],
+                must_fit=sent.get("must_fit") is True,
             )
         except GPUSpawnerError as error:
             self.refuse(error)

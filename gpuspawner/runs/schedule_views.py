@@ -191,8 +191,9 @@ async def own_schedule(
 async def require_possible(
     handler: ServiceHandler, options: Mapping[str, Any], *, preemptible: bool
 ) -> None:
-    """Raise a GPUSpawnerError with its sentence if no run can be submitted with these options."""
+    """Raise a GPUSpawnerError with its sentence if these options can never become a run."""
     asked = {"options": dict(options), "server": None, "preemptible": preemptible}
+    asked["must_fit"] = True
     await hub_of(handler).quote_run(handler.user, asked)
 
 

@@ -147,12 +147,19 @@ class RunLauncher:
         return asked.price(terms.seconds, rate, hold)
 
     async def quote(
-        self, user: User, options: Mapping[str, Any], server: str | None, *, preemptible: bool
+        self,
+        user: User,
+        options: Mapping[str, Any],
+        server: str | None,
+        *,
+        preemptible: bool,
+        must_fit: bool = False,
     ) -> RunQuote:
         """Return what a run with these options would cost, and when it would start.
 
         Missing options are those of the member's ``server``, if any. Raises Refused if no run can
-        be submitted with them.
+        be submitted with them; with ``must_fit`` also if no devices of this hub fit. Other reasons,
+        such as credits that are missing now, are in the quote.
         """
         if server is not None and server in user.spawners:
             started = user.spawners[server].user_options or {}
@@ -170,6 +177,8 @@ class RunLauncher:
         )
         spawner = await self._ready_spawner(user, run)
         environment, request = spawner.resolve_options()
+        if must_fit:
+            await self.services.read(self.services.positions.require_fit, request)
         question = QuoteQuestion(
             server=run.server,
             environment=environment,

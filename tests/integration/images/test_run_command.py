@@ -108,3 +108,10 @@ def test_hub_that_stays_away_is_given_up(
     assert program.main(["true"]) == 1
     assert capsys.readouterr().err.endswith("gpuspawner-run: The GPU service is not responding.\n")
     assert len({body["key"] for body in hub.sent("runs")}) == 1 and len(hub.asked) > 1
+
+
+def test_amount_of_memory_is_sent_with_a_run(hub: StandInHub) -> None:
+    hub.answers = InTurn("runs", (200, RUN))
+    assert program.main(["true", "--gpus", "share", "--gpu-memory", "4"]) == 0
+    (sent,) = hub.sent("runs")
+    assert sent["options"] == {"gpus": "share", "gpu_memory": 4}
