@@ -47,7 +47,7 @@ class EngineWithLimits(Protocol):
     """An engine that knows how much memory its servers and runs may use."""
 
     def memory_limit(self, ref: str) -> int | None:
-        """Return the limit in bytes; None if there is none, or the server is gone.
+        """Return the limit in bytes; None if the server has no limit or no longer exists.
 
         Blocks. Raises EngineUnavailable.
         """
@@ -155,7 +155,7 @@ class ProcessOwners:
         self._proc = proc
 
     def lease_of(self, pid: int) -> Lease | None:
-        """Return the lease that a process belongs to; None if there is none or it is gone.
+        """Return the lease that a process belongs to; None if it has none or has ended.
 
         The container goes before the process's environment, which its member could change.
         """

@@ -49,7 +49,7 @@ class MemoryKill(NamedTuple):
 def read_stats(answer: Mapping[str, Any]) -> ResourceUse | None:
     """Return what an answer to ``/containers/ID/stats`` says; None if the container is not running.
 
-    A figure that is missing, or is no number, is None.
+    A figure that is missing or not a number is None.
     """
     read_at = parse_time(str(answer.get("read", "")))
     if read_at is None:

@@ -436,7 +436,7 @@ class PriceList:
         return [(end - self.now, left) for end, left in self._ending.get(account.name, ())]
 
     def _models_of(self, environment: Environment) -> list[ModelCount]:
-        """Return the models of which a server of an environment may have whole devices."""
+        """Return the models that a server of an environment may have whole devices of."""
         if not environment.has_whole_devices and not self.overview.slots_only:
             return []
         return [

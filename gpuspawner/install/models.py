@@ -102,7 +102,7 @@ class TargetFile:
     is_secret: bool = False
     """True if it may not be shown as it is."""
     has_variables: bool = False
-    """True if its lines are variables, of which only secrets are hidden."""
+    """True if its lines are variables; only the secrets among them are hidden."""
     keeps_edits: bool = False
     """True if its text is made from what is there, so that no edit is lost."""
 

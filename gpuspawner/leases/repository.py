@@ -232,7 +232,7 @@ def insert(connection: sa.Connection, lease: Lease, *, one_slot_a_device: bool =
 def _place_rows(
     lease_id: str, device: LeasedDevice, sharer: str | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a leased device: one for each slot, of which the first one counts."""
+    """Yield the rows of a leased device: one for each slot; only the first one counts."""
     row = {name: getattr(device, name) for name in _PLACE_FIELDS}
     row |= {"lease_id": lease_id, "open": True}
     yield row | {"sharer": sharer if device.is_shared else None}

@@ -208,5 +208,5 @@ def _stopped(template: str, lease: Lease, now: datetime, **values: Any) -> Notic
 
 
 def format_session_end(lease: Lease, now: datetime) -> str:
-    """Return the end with its zone: whoever reads it may be elsewhere."""
+    """Return the end with its zone: its reader may be elsewhere."""
     return deadline(lease.ends_at or now, now)

@@ -22,7 +22,7 @@ from .pricing import ANY, Rate, RateCard, Rates, WeekHours, open_zone
 from .service import note
 
 QUOTED = timedelta(minutes=10)
-"""How long the price that a form showed is guaranteed to whoever has it open."""
+"""How long the price that a form showed is guaranteed."""
 
 
 class GPURates(LoggingConfigurable):

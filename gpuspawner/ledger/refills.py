@@ -86,7 +86,7 @@ class Recurrence:
                 at = local.replace(tzinfo=zone).astimezone(timezone.utc)
             except OverflowError:  # past the year 9999
                 return
-            # Two local times, one of which is skipped, may be the same moment.
+            # Two local times may be the same moment, if one of them is skipped.
             if (at > moment or (inclusive and at == moment)) and at != last:
                 last = at
                 yield at

@@ -167,7 +167,7 @@ def job_in_words(parts: Iterable[tuple[int, int, Sequence[str]]]) -> str:
 
 @lru_cache(maxsize=1000)
 def counted_jobs(words: str) -> tuple[DeviceCount, str]:
-    """Return how many devices those words name, and of which model.
+    """Return how many devices those words name, and their model.
 
     One of four shares counts as 1/4, as in a session.
     """

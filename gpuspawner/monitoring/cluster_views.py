@@ -168,7 +168,7 @@ class ClusterSnapshot:
     error: str
     """Why the devices cannot be seen; empty if they can."""
     own: Mapping[str, Mapping[str, OwnPlace]] = field(default_factory=dict)
-    """For each member, what they have of which device, by UUID."""
+    """For each member, what they have of each device, by UUID."""
 
 
 def look(services: Services, recent: Recent) -> ClusterSnapshot:

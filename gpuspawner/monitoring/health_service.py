@@ -222,8 +222,8 @@ class HealthService:
     def _opened_there(self, uuid: str) -> bool:
         """Reopen a device's machine at the external scheduler, if nothing else of it is closed.
 
-        Before the device is reopened here. Returns False if it was refused: whoever closed the
-        machine must open it. Raises Unavailable.
+        Before the device is reopened here. Returns False if it was refused, because only the
+        person who closed the machine may open it. Raises Unavailable.
         """
         if self.machines.delegate is None:
             return False

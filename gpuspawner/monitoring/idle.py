@@ -149,7 +149,7 @@ def after_gap(state: IdleState, gap: timedelta) -> IdleState:
 
 
 def snooze(policy: IdlePolicy, state: IdleState, now: datetime) -> IdleState | None:
-    """Extend a countdown on request; None if there is none, or no snooze is left."""
+    """Extend a countdown on request; None without one, or if no snooze is left."""
     if state.stops_at is None or state.snoozes >= policy.most_snoozes:
         return None
     later = max(now, state.stops_at) + timedelta(minutes=policy.snooze_minutes)

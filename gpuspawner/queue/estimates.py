@@ -391,7 +391,7 @@ class DevicesAhead:
 
 @lru_cache(maxsize=4096)
 def _pools(kinds: frozenset[str]) -> frozenset[str]:
-    """Return the kinds of which grants are counted: one for all shared devices of a model."""
+    """Return the kinds for which grants are counted: one for all shared devices of a model."""
     return frozenset(map(pool_of, kinds))
 
 

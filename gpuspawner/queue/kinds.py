@@ -3,7 +3,7 @@
 A *kind* is the text ``MODEL/MEMORY`` for all exclusive devices of a model and memory, which any
 request could use instead of each other. A shared device is a kind of its own,
 ``MODEL/MEMORY*SLOTS@UUID``: all slots of a whole device are on one device, and two slots of one
-member are not. Its number of devices is 1, of which a slot is such as 1/4.
+member are not. Its number of devices is 1, and a slot counts as a part of it, such as 1/4.
 
 Devices that are reserved for the same groups are a kind of their own too, ``MODEL/MEMORY#GROUPS``,
 and with ``+`` behind the groups if these lend them: ``T4/16#course-ml,vision-lab+*4@GPU-1``.
@@ -127,12 +127,12 @@ Preference = tuple[DeviceCount, ...]
 def kind_preference(
     kind: str, left: DeviceCount, devices: DeviceCount, *, smallest: bool = False
 ) -> Preference:
-    """Return a key that sorts the kinds of which a request for ``devices`` may get some.
+    """Return a key that sorts the kinds that a request for ``devices`` may get.
 
     Devices that are reserved for the member go first. Then for a slot as placement does: devices in
     use go before empty ones, then small before large ones, then full before less full. For whole
-    devices the kind of which most are ``left``, and those that are not shared. With ``smallest``,
-    the memory of the device or of the slot decides before that; several MIG instances come last,
+    devices the kind with most ``left``, then those that are not shared. With ``smallest``, the
+    memory of the device or of the slot decides before that; several MIG instances come last,
     because CUDA cannot use them together.
     """
     parts = parts_of(kind)

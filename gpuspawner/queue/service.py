@@ -68,7 +68,7 @@ STOPPING_SECONDS = 15.0
 AT_ONCE = 15.0
 """Seconds within which an allocation of an external scheduler counts as immediate.
 
-Also for members who are new to it: whoever asked is still there. Longer counts as queued.
+Also for members who are new to it: they are still watching the page. Longer counts as queued.
 """
 
 

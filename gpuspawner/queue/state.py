@@ -77,7 +77,7 @@ class QueueState:
         self.preemptible: dict[str, Lease] = {}
         """Open leases of preemptible runs; the scheduler does not know them, for they yield."""
         self._slots: dict[str, dict[str, frozenset[str]]] = {}
-        """By member and lease, the kinds of the devices of which the lease has a slot."""
+        """By member and lease, the kinds of the devices on which the lease has a slot."""
         self._synced_at: datetime | None = None
         self._kinds = lru_cache(maxsize=4096)(self._find_kinds)
 

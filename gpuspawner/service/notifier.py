@@ -402,7 +402,7 @@ class Notifier:
             return Outcome(self.services.clock(), notice.tries)
         tries, text = notice.tries + 1, errors_text(errors)
         if notice.kind is NoticeKind.TEST:
-            tries = self.most_tries  # whoever tries the channels waits for an answer
+            tries = self.most_tries  # the person who tests the channels waits
         if tries < self.most_tries:
             pause = RETRY_SECONDS[tries - 1]
             self._not_before[notice.id] = asyncio.get_running_loop().time() + pause

@@ -78,7 +78,7 @@ class LayoutPlan:
     gpu: MIGState
     layout: str
     keep: tuple[MIGInstance, ...]
-    """Instances of the layout that are there already, whoever made them."""
+    """Instances of the layout that already exist, made by gpuspawner or not."""
     destroy: tuple[MIGInstance, ...]
     """Only instances that gpuspawner made."""
     create: tuple[PlannedInstance, ...]

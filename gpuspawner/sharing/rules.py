@@ -231,7 +231,7 @@ def _why_not(wanted: Sequence[MIGProfile], gpu: MIGState, others: Sequence[MIGIn
         )
         return (
             f"{layout} does not fit on GPU {gpu.index} beside what gpuspawner did not make and "
-            f"does not touch: {made}. Whoever made that removes it: "
+            f"does not touch: {made}. If nobody needs it any more, remove it: "
             f"nvidia-smi mig -i {gpu.index} -dci -gi ID, then -dgi -gi ID."
         )
     return (

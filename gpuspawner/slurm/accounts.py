@@ -45,7 +45,7 @@ _SYSTEM = """
     jupyter gpuspawner telegraf grafana prometheus admin sudo wheel staff users
 """
 SYSTEM_USERS = frozenset(_SYSTEM.split())
-"""Names that are never a member's on a node, whoever signs in with them."""
+"""Names of system users: no member gets one of these on a node."""
 
 
 def user_of(member: str) -> str:

@@ -1,7 +1,7 @@
 """Images on the nodes of a cluster, and the engines that pull them.
 
-A server is started where its image is. Pulling it only there and only then would leave the GPU of
-whoever goes first idle for the duration of a pull.
+A server is started where its image is. If the image were pulled only then, the first server would
+have its GPU idle for the duration of the pull.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class NodeImages:
         self.wanted: Callable[[Ticket], WantedImage | None] = lambda ticket: None
         """Returns the image that a ticket's server needs; None if unknown: any node will do.
 
-        Set by whoever has a catalog.
+        Set by the spawner, which has the catalog.
         """
         self._log = log
         self._nodes = {node.name: node for node in nodes}
@@ -152,7 +152,7 @@ class NodeImages:
             fetched = any((name, wanted.name) in self._pulls for name in able)
             found = next((each for each in failed if each), None)
             if found and not fetched:
-                for name in able:  # whoever asks again has it tried again
+                for name in able:  # the next request tries it again
                     self._failed.pop((name, wanted.name), None)
                 raise InvalidRequest(found[0].message)
         raise ImageAwaited(why=self._awaited(wanted.name, able))

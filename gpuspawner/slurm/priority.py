@@ -1,7 +1,7 @@
 """Admins' control of Slurm's order: positions, points and pauses.
 
-The admins' decisions are in the store. Slurm is adjusted to it again and again, so that nothing is
-lost, whichever process crashes in between, and whoever made the change.
+The admins' decisions are in the store. Slurm is adjusted to them again and again, so that nothing
+is lost if a process crashes in between, or if somebody changes Slurm by hand.
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ NODES_EVERY = 15.0
 OURS = "gpuspawner: "
 """Prefix of the reason of a node that we closed.
 
-Every other node stays closed until whoever closed it opens it: an admin, or an admin for Slurm,
-which closes a node whose epilog failed.
+We do not open any other node: an admin closed it, or Slurm did because its epilog failed.
 """
 
 _GONE = frozenset({"DOWN", "NOT_RESPONDING", "FAIL"})

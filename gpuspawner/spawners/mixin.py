@@ -1094,7 +1094,7 @@ def run_environment(run: Run, lease: Lease | None) -> dict[str, str]:
 
 
 def _shared_device(lease: Lease | None) -> LeasedDevice | None:
-    """Return the device of which a lease holds a share; None if it holds whole ones or none."""
+    """Return the device that a lease holds a share of; None if it holds whole ones or none."""
     devices = lease.devices if lease else ()
     return next((device for device in devices if device.is_shared), None)
 

@@ -110,8 +110,8 @@ class TurnDispatcher:
     async def wait(self, ticket: Ticket, check: Callable[[], Terms], said: SpawnProgress) -> Lease:
         """Return the lease when the turn has come. Raises Refused if the ticket ends otherwise.
 
-        Cancelling leaves the ticket in the queue: whoever stops the server ends it, and a hub
-        that shuts down does not.
+        Cancelling leaves the ticket in the queue: stopping the server ends it, and a hub that
+        shuts down does not.
         """
         turn: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         waiter = self._waiters[ticket.id] = PendingSpawn(ticket, turn, check, said)
@@ -343,7 +343,7 @@ class Acquisition:
         self._asked: asyncio.Future[Lease | Ticket] | None = None
         """The same, until the answer is taken."""
         self._left_ticket = ""
-        """The ticket of a cancelled wait; whoever stops the server ends it."""
+        """The ticket of a cancelled wait; stopping the server ends it."""
         self._left_server: ServerRef | None = None
         """The server whose ticket, if it has one, is left in the same way."""
 
@@ -365,8 +365,8 @@ class Acquisition:
     def leave(self, server: ServerRef) -> None:
         """Give up the ticket that the server may have from before a restart of the hub.
 
-        Its start was cancelled before it asked for a lease. As after a cancelled wait, whoever
-        stops the server ends the ticket.
+        Its start was cancelled before it asked for a lease. As after a cancelled wait, stopping the
+        server ends the ticket.
         """
         self._left_server = server
 

@@ -153,7 +153,7 @@ def delete_workspace(settings: Settings, workspace: str, yes_delete: str) -> Non
 @workspaces.command("cancel")
 @workspace_argument
 def cancel_archive(settings: Settings, workspace: str) -> None:
-    """Cancel an archive while it is being made, whoever started it."""
+    """Cancel an archive while it is being made, also one that another admin started."""
     site = WorkspaceSite(settings)
     source = site.find(workspace).source
     done = site.services.storage.cancel_archive(source, actor=actor())

@@ -339,7 +339,7 @@ Tree = DirectoryTree | VolumeTree
 
 
 def must_be_unused(client: docker.APIClient, source: str) -> None:
-    """Raise WorkspaceBusy if a running container has it, whoever started that."""
+    """Raise WorkspaceBusy if a running container has it, also one that is not the hub's."""
     for listed in _answered(lambda: client.containers()):
         for mount in listed.get("Mounts") or []:
             if source in (mount.get("Source"), mount.get("Name")):

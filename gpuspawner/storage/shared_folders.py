@@ -67,7 +67,7 @@ class SharedFolderService:
         return sorted(people)
 
     def folder(self, folder_id: str) -> Folder:
-        """Return a folder, whoever owns it. Raises UnknownFolder."""
+        """Return any member's folder. Raises UnknownFolder."""
         return self.store.run(lambda connection: repository.get_folder(connection, folder_id))
 
     def folder_place(self, folder_id: str) -> str:

@@ -38,7 +38,7 @@ c.MemberLTI13Authenticator.client_id = {"written-by-the-platform"}
 # The name at the hub. Those of the roster have to be the same: here, mail addresses.
 c.MemberLTI13Authenticator.username_key = "email"
 
-# Whoever is on the roster, as long as their course lasts: gpuspawner roster import.
+# Everybody on the roster, as long as their course lasts: gpuspawner roster import.
 # For everybody whom the platform sends, without a roster: c.Authenticator.allow_all = True
 c.MemberMixin.roster = True
 c.MemberMixin.contact = "gpu-admin@lab.example"

@@ -117,8 +117,8 @@ def test_instance_of_somebody_else_in_the_way_is_named() -> None:
         plan(gpu(instance(5, "1g.5gb", 6)), "7g.40gb", frozenset({1}))
     assert str(caught.value) == (
         "7g.40gb does not fit on GPU 0 beside what gpuspawner did not make and does not touch: "
-        "1g.5gb at 6:1 (id 5). Whoever made that removes it: nvidia-smi mig -i 0 -dci -gi ID, "
-        "then -dgi -gi ID."
+        "1g.5gb at 6:1 (id 5). If nobody needs it any more, remove it: nvidia-smi mig -i 0 -dci "
+        "-gi ID, then -dgi -gi ID."
     )
 
 
