@@ -164,7 +164,9 @@ class RunService:
         now = self.clock()
         with self.store.write() as connection:
             lease = leases_repository.open_of(connection, followed.run.server)
-            if lease is None:
+            if lease is None and _is_over(connection, followed.run):
+                pass  # settle ends it, and tells its member
+            elif lease is None:
                 end = RunEnd("stopped", sentence(why))
                 if repository.end(connection, run_id, end, now):
                     self.log.info("Run %s of %s: stopped", run_id, followed.run.user)
@@ -316,6 +318,14 @@ def _has_to_settle(connection: sa.Connection, run: Run, lease: Lease) -> bool:
     # A lease that was lost with its hub puts the ticket back into the queue.
     waiting = queue_repository.open_of_member(connection, run.user)
     return all(ticket.server != run.server for ticket in waiting)
+
+
+def _is_over(connection: sa.Connection, run: Run) -> bool:
+    """Return True if a run's container has ended, and the run only has to be settled."""
+    lease = _newest_leases(connection, [run]).get(run.server)
+    if lease is None or not _has_to_settle(connection, run, lease):
+        return False
+    return end_of(lease, run.exit_code) is not None
 
 
 def _newest_leases(connection: sa.Connection, runs: Iterable[Run]) -> dict[ServerRef, Lease]:

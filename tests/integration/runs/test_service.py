@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
+from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.queue.models import Ticket
 from gpuspawner.runs.models import Run, RunState, Work
 from gpuspawner.runs.rules import MOST_RESTARTS
@@ -181,6 +182,21 @@ def test_running_run_is_stopped_by_an_order(make: Make) -> None:
     services.runs.settle()
     ended = services.runs.get(run.id).run
     assert (ended.outcome, ended.reason) == ("stopped", "The room is needed.")
+
+
+def test_stop_between_the_end_and_its_notice_changes_nothing(make: Make) -> None:
+    """A duty orders it in every round until the run has ended."""
+    services = make()
+    run, _ = services.runs.submit(run_of())
+    lease = start(services, run)
+    for _ in range(2):
+        services.runs.stop(run.id, actor="boss", reason="the room is needed")
+        services.leases.release(lease.id, reason="exit code 137")
+    services.runs.settle()
+    assert services.runs.get(run.id).run.reason == "The room is needed."
+    assert [told.kind for told in services.notifications.notices_of("ada")] == [
+        NoticeKind.RUN_ENDED
+    ]
 
 
 def test_run_lost_with_its_hub_is_started_from_its_old_place(make: Make) -> None:
