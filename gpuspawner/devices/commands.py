@@ -116,7 +116,12 @@ def _use_text(minute: DeviceUse | None) -> str:
 def _detail(view: DeviceView, told: Told) -> str:
     lease = told.leases.get(view.lease_id or "")
     known = told.health.get(view.device.uuid)
-    parts = (str(lease.server) if lease else "", view.detail, _health(known) if known else "")
+    parts = (
+        str(lease.server) if lease else "",
+        view.detail,
+        view.reservation,
+        _health(known) if known else "",
+    )
     return ", ".join(filter(None, parts))
 
 

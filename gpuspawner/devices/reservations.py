@@ -127,6 +127,23 @@ def preference(reserved_for: Collection[str], groups: Collection[str]) -> int:
     return 2 if set(groups).isdisjoint(reserved_for) else 0
 
 
+def describe_reservation(device: Device) -> str:
+    """Return ``reserved for vision-lab``; empty for an open device."""
+    if not device.reserved_for:
+        return ""
+    lent = ", lent to preemptible runs" if device.lent else ""
+    return f"reserved for {named_groups([device])}{lent}"
+
+
+def count_reserved(devices: Collection[Device]) -> str:
+    """Return ``2 reserved for vision-lab``, without the number if all are; empty if none is."""
+    reserved = [device for device in devices if device.reserved_for]
+    if not reserved:
+        return ""
+    number = "" if len(reserved) == len(devices) else f"{len(reserved)} "
+    return f"{number}reserved for {named_groups(reserved)}"
+
+
 def named_groups(devices: Iterable[Device]) -> str:
     """Return the groups that devices are reserved for, such as ``vision-lab and course-ml``."""
     return listing(sorted({group for device in devices for group in device.reserved_for}))

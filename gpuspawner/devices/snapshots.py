@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 import sqlalchemy as sa
 
 from ..db.engine import Store
-from ..leases.models import Lease, LeaseState, Slot
+from ..leases.models import Lease, LeaseState, Request, Slot
 from ..ledger import rules as ledger_rules
 from ..ledger.credit_policy import SESSION
 from ..ledger.models import Account
@@ -19,7 +19,14 @@ from . import repository
 from .closures import LEAK, Closure, kept_for
 from .models import Device, DeviceStatus, Inventory
 from .placement import PlacementIndex, leasable
-from .reservations import Reservation, reservation_of, with_reservations
+from .reservations import (
+    Reservation,
+    count_reserved,
+    describe_reservation,
+    may_use,
+    reservation_of,
+    with_reservations,
+)
 from .slots import share_label, slots_wanted, with_slots
 from .source import DeviceSource
 
@@ -203,6 +210,11 @@ class DeviceView:
         return is_in_service(self.device, leased=self.state in IN_USE, closed=closed)
 
     @property
+    def reservation(self) -> str:
+        """Whom the device is reserved for, in words; empty if it is open to everybody."""
+        return describe_reservation(self.device)
+
+    @property
     def name(self) -> str:
         """The name for people: the index, and the machine if there are several."""
         return f"{self.device.index} on {self.machine}" if self.machine else str(self.device.index)
@@ -222,6 +234,8 @@ class ModelCount:
     """Current microcredits per GPU-hour, for environments without a rate of their own."""
     free_slots: int = 0
     """Slots of shared devices that could be granted now, on free devices and others."""
+    reserved: str = ""
+    """Which are reserved, such as ``2 reserved for vision-lab``; empty if none is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +250,8 @@ class ShareCount:
     total: int
     """Slots of devices in service, free or leased; 0 if all of them are out of service."""
     free: int
+    reserved: str = ""
+    """Of the devices, as in :class:`ModelCount`."""
 
     @property
     def label(self) -> str:
@@ -267,6 +283,19 @@ class Overview:
     """All rates that apply now or later."""
     slots_only: bool = False
     """True if every request gets one slot of its device, as with Slurm's shards."""
+
+    def usable_by(
+        self, groups: Collection[str], now: datetime, *, preemptible: bool = False
+    ) -> Overview:
+        """Return the same without devices that are reserved for others than these groups.
+
+        With those that are lent, if it is for ``preemptible`` runs.
+        """
+        if not any(view.device.reserved_for for view in self.devices):
+            return self
+        request = Request(groups=tuple(groups), preemptible=preemptible)
+        views = tuple(view for view in self.devices if may_use(request, view.device))
+        return replace(self, devices=views, models=count_models(views, self.rates.card(now)))
 
     @property
     def shares(self) -> tuple[ShareCount, ...]:
@@ -385,6 +414,7 @@ def count_models(
             free=sum(view.state == "free" for view in some),
             rate=rates.rate_of(model, some[0].device.slots if slots_only else 1),
             free_slots=sum(view.free_slots for view in some if view.device.slots > 1),
+            reserved=count_reserved([view.device for view in some]),
         )
         for (model, memory), some in found.items()
     ]
@@ -405,6 +435,7 @@ def count_shares(views: Sequence[DeviceView]) -> tuple[ShareCount, ...]:
             slots=slots,
             total=sum(slots for view in some if view.in_service),
             free=sum(view.free_slots for view in some),
+            reserved=count_reserved([view.device for view in some]),
         )
         for (model, memory, slots), some in found.items()
     )

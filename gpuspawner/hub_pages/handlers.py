@@ -165,9 +165,10 @@ class CatalogPages(Configurable):
 
     def state(self, some: Sequence[Environment], reader: Reader) -> State:
         """Return the cards of environments for a reader. Reads the store."""
-        overview = self._overview()
+        now = self.services.clock()
+        overview = self._overview().usable_by(reader.groups, now)
         outlooks = self._outlooks(some, reader)
-        now, url = self.services.clock(), f"{self.settings['hub'].base_url}environments"
+        url = f"{self.settings['hub'].base_url}environments"
         return State(overview, make_cards(some, overview, outlooks, now, url))
 
     def _outlooks(self, some: Sequence[Environment], reader: Reader) -> dict[str, Outlook]:

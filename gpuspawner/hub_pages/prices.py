@@ -15,6 +15,7 @@ from ..core.times import deadline
 from ..core.units import format_credits, format_price
 from ..devices.models import model_matches
 from ..devices.placement import format_memory, gigabytes
+from ..devices.reservations import reservation_of
 from ..devices.slots import shared_with
 from ..devices.snapshots import COUNTED, ModelCount, Overview, ShareCount
 from ..ledger.credit_policy import SESSION, AccountRunway, CreditPolicy, planned_end
@@ -51,6 +52,8 @@ class PriceLine:
     """How long the balance pays for one device; empty if forever."""
     is_share: bool = False
     """True for a slot of a shared device."""
+    reserved: str = ""
+    """Which of them are reserved, such as ``2 reserved for vision-lab``."""
 
     @property
     def price(self) -> str:
@@ -151,7 +154,7 @@ class PriceList:
         }
         self._shares = overview.shares
         self._known = Counter(
-            (view.device.model, view.device.memory_bytes)
+            (view.device.model, view.device.memory_bytes, reservation_of(view.device))
             for view in overview.devices
             if view.state in COUNTED
         )
@@ -180,11 +183,28 @@ class PriceList:
         if environment.cpu_only:
             return []
         devices = [
-            PriceLine(model_label(c), c.free, c.total, "", self.rate(environment, c), "")
+            PriceLine(
+                model_label(c),
+                c.free,
+                c.total,
+                "",
+                self.rate(environment, c),
+                "",
+                reserved=c.reserved,
+            )
             for c in self._models_of(environment)
         ]
         shares = [
-            PriceLine(s.label, s.free, s.total, "", self.share_rate(environment, s), "", True)
+            PriceLine(
+                s.label,
+                s.free,
+                s.total,
+                "",
+                self.share_rate(environment, s),
+                "",
+                True,
+                s.reserved,
+            )
             for s in self.shares_of(environment)
         ]
         return devices + shares
@@ -197,12 +217,22 @@ class PriceList:
         found = []
         for count in self.overview.models:
             of = [e for e in self.environments if count in self._models_of(e)]
-            line = PriceLine(model_label(count), count.free, count.total, "", count.rate, "")
+            line = PriceLine(
+                model_label(count),
+                count.free,
+                count.total,
+                "",
+                count.rate,
+                "",
+                reserved=count.reserved,
+            )
             found += self._by_rate(line, account, [(e, self.rate(e, count)) for e in of])
         for share in self._shares:
             of = [e for e in self.environments if share in self.shares_of(e)]
             if of:
-                line = PriceLine(share.label, share.free, share.total, "", 0, "", is_share=True)
+                line = PriceLine(
+                    share.label, share.free, share.total, "", 0, "", True, share.reserved
+                )
                 found += self._by_rate(line, account, [(e, self.share_rate(e, share)) for e in of])
         return found
 
@@ -404,11 +434,13 @@ class PriceList:
         )
 
     def _most(self, models: Iterable[ModelCount]) -> int:
-        """Return the largest number of devices of one of these models, in service or not."""
-        by_model: Counter[str] = Counter()
-        for count in models:
-            by_model[count.model] += self._known[count.model, count.memory_bytes]
-        return max(by_model.values(), default=0)
+        """Return the most devices of these that one server may have, in service or not."""
+        sizes = {(count.model, count.memory_bytes) for count in models}
+        together = Counter[object]()
+        for (model, memory, reservation), some in self._known.items():
+            if (model, memory) in sizes:
+                together[model, reservation] += some
+        return max(together.values(), default=0)
 
     def _lasts(self, account: Account, rate: int) -> str:
         left = self._left(account, rate)

@@ -130,13 +130,17 @@ class Tile:
         elif doing.warm:
             told.append("too warm")
         detail = self.view.detail.partition("; ")[2] if self.leases else self.view.detail
-        if detail and _full(sight) and detail != self.note:
+        if detail and _full(sight) and detail != self._remark:
             told.append(detail)
         return "; ".join(part.rstrip(".") for part in told)
 
     @property
     def note(self) -> str:
-        """A remark for everybody about a device without a fault, or an empty string."""
+        """What everybody may know of a device without a fault, or an empty string."""
+        return "; ".join(filter(None, (self._remark, self.view.reservation)))
+
+    @property
+    def _remark(self) -> str:
         return self.device.reason if self.device.status is DeviceStatus.OK else ""
 
 

@@ -267,7 +267,7 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     payers = services.ledger.payers(user, groups)
     # As all pages show it: less what is due now.
     account = next((each for each in payers.accounts if each.name == account.name), account)
-    overview = services.monitoring.overview()
+    overview = services.monitoring.overview().usable_by(groups, services.clock())
     shown, last, chosen = limits.environments, limits.last, limits.chosen
     prices = price_list(services, overview, shown, payers, groups)
     now = prices.now

@@ -77,8 +77,9 @@ def quote_of(services: Services, asked: QuoteQuestion) -> RunQuote:
     free = not request.devices
     account = services.ledger.payer(user, groups, terms.account, free=free)
     payers = services.ledger.payers(user, groups)
-    overview = services.monitoring.overview()
-    offered = PriceList(overview, [environment], services.clock())
+    now, preemptible = services.clock(), terms.preemptible
+    overview = services.monitoring.overview().usable_by(groups, now, preemptible=preemptible)
+    offered = PriceList(overview, [environment], now)
     models = offered.model_names(environment)
     hours = None if terms.seconds is None else terms.seconds / 3600
     offer = Offer(price=FREE if free else "")

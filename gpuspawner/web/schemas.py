@@ -417,6 +417,8 @@ class DeviceAnswer(Answer):
     memory_bytes: Count = told("view.device.memory_bytes")
     machine: str = told("view.machine")
     state: str = told("view.state")
+    reserved_for: tuple[str, ...] = told("view.device.reserved_for")
+    lent: bool = told("view.device.lent")
     rate_per_hour: Amount = told("rate")
     mine: bool
 

@@ -529,7 +529,7 @@ def look(
     services.devices.look()
     with services.store.view():
         mine = member(services, user, warn_minutes)
-        overview = services.monitoring.overview()
+        overview = services.monitoring.overview().usable_by(groups, mine.now)
         tickets = services.queue.tickets_of(user, TICKETS)
         past = credits_of_account(services, member_account(user), mine.now)
         offered = folders_of(services, user)[1]

@@ -3,7 +3,6 @@ accounting service, SQLite, the command line, Chromium; servers are local."""
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import time
@@ -25,9 +24,8 @@ from gpuspawner.service.worker import TICKET_DAYS
 from tests.support.browser import show_notifications
 from tests.support.hub import ADMIN
 from tests.support.pages import add_cookies, look_over, look_over_in_the_dark, sign_in, words
-from tests.support.paying_hub import PayingHub
-from tests.support.preloaded import PRELOADED
-from tests.support.processes import REPO, wait_for
+from tests.support.paying_hub import PayingHub, command
+from tests.support.processes import wait_for
 from tests.support.tickets import (
     CONFIG,
     COUNTED,
@@ -126,14 +124,6 @@ def test_queue_keeps_its_order_across_a_restart(hub: PayingHub) -> None:
 
 
 # What members and admins change.
-
-
-def command(hub: PayingHub, *arguments: str) -> str:
-    """``gpuspawner`` in a shell on the hub's machine; what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = PRELOADED.run(arguments, hub.folder, environment, answer="")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_admin_cancel_ends_the_spawn_with_its_reason(hub: PayingHub, browser: Browser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from gpuspawner.ledger.models import member_account
 from gpuspawner.notifications.models import NoticeKind
 from tests.support.brokers import make_services, migrated_bytes
 from tests.support.hub import ADMIN, NAVIGATION, HubProcess
+from tests.support.preloaded import PRELOADED
 from tests.support.processes import REPO, alive, environment_of, free_port, wait_for
 
 FLEET = "simulated:2xA100-80GB,1xT4"
@@ -213,6 +215,14 @@ class PayingHub(HubProcess):
     def service_lines(self) -> list[str]:
         """What the accounting service logged, without times."""
         return service_lines(self)
+
+
+def command(hub: PayingHub, *arguments: str) -> str:
+    """``gpuspawner`` in a shell on the hub's machine; what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = PRELOADED.run(arguments, hub.folder, environment, answer="")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def service_lines(hub: HubProcess) -> list[str]:

@@ -222,6 +222,34 @@ def test_whole_device_costs_the_full_rate_and_a_share_its_part() -> None:
     assert PriceList(shared_overview(), [TORCH], NOON).lines(ADA)[-1].label == "T4, 16 GB"
 
 
+def test_reserved_devices_are_those_of_the_group() -> None:
+    some = shared_overview()
+    views = tuple(
+        replace(view, device=replace(view.device, reserved_for=("lab", "x") if n < 2 else ()))
+        for n, view in enumerate(some.devices)
+    )
+    some = replace(some, devices=views, models=count_models(views, some.rates.card(NOON)))
+
+    def of(*groups: str) -> list[tuple[str, str]]:
+        prices = PriceList(some.usable_by(groups, NOON), [EITHER], NOON)
+        return [(line.availability, line.reserved) for line in prices.lines(ADA)]
+
+    assert of() == [("0 of 1", ""), ("1 of 4 shares", "")], "without a model that is all reserved"
+    assert of("x", "y") == [
+        ("1 of 1", "reserved for lab and x"),
+        ("1 of 2", "1 reserved for lab and x"),
+        ("5 of 8 shares", "1 reserved for lab and x"),
+    ]
+    lent = tuple(replace(view, device=replace(view.device, lent=True)) for view in views)
+    lent_overview = replace(some, devices=lent)
+    assert len(lent_overview.usable_by((), NOON, preemptible=True).devices) == 3
+    assert len(lent_overview.usable_by((), NOON).devices) == 1
+    assert (open_one := shared_overview()).usable_by((), NOON) is open_one
+    assert PriceList(some.usable_by("x", NOON), [EITHER], NOON).most_gpus(EITHER) == 1, (
+        "not one of each"
+    )
+
+
 def test_share_has_an_offer_where_the_environment_allows_one() -> None:
     either = EITHER.model_copy(update={"slug": "either"})
     prices = PriceList(shared_overview(), [TORCH, either, SHARED], NOON)

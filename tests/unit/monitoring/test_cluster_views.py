@@ -107,6 +107,10 @@ def test_powered_off_machine_is_not_reported_as_faulty() -> None:
     for sight in ViewerScope:
         told = words(some, sight, NOW)
         assert (told["health"], told["note"]) == ("", "off (power saving)")
+    reserved = replace(off, reserved_for=("lab", "staff"))
+    told = words(Tile(DeviceView(reserved, "free", off.reason), (), silent), sight, NOW)
+    assert told["note"] == "off (power saving); reserved for lab and staff"
+    assert told["health"] == "", "the same reason is not told twice"
     drained = Tile(DeviceView(off, "drained", "off (power saving); drained by kim"), (), silent)
     assert drained.health(ViewerScope.ADMIN) == "off (power saving); drained by kim"
     broken = replace(GPU, status=DeviceStatus.UNKNOWN, reason="the machine gpu2 gets no work")
