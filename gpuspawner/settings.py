@@ -132,6 +132,21 @@ class GPUDevices(LoggingConfigurable):
         return check_reserved(self.reserved)
 
 
+_SHARED_BY_SLURM = (
+    "c.GPUDevices.shared_devices is for the GPUs of the hub's own machine, and "
+    "c.GPUSlurm.cluster_file names a cluster. Remove it, and share GPUs of the cluster with "
+    "gpuspawner slurm config --shards A100=4."
+)
+_RESERVED_BY_SLURM = (
+    "c.GPUDevices.reserved does not apply to a cluster, whose nodes Slurm gives out. Remove it, and "
+    "reserve nodes in Slurm: scontrol create reservation."
+)
+_BUDGET_OF_SLURM = (
+    "c.GPUHost sets a budget of memory or CPU cores, but c.GPUSlurm.cluster_file names a cluster, "
+    "where Slurm gives them out. Remove one of the two."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
     """The settings of a configuration file, by capability."""
@@ -156,18 +171,13 @@ class ServiceSettings:
 
     def require_valid(self) -> None:
         """Raise ConfigError if a value has the right type but is not allowed."""
-        self.devices.read_shared_devices()
-        if self.host.read_budget() is not None and self.slurm.cluster_file:
-            what = (
-                "c.GPUHost sets a budget of memory or CPU cores, but c.GPUSlurm.cluster_file is "
-                "set: on a cluster Slurm gives them out. Leave one of the two out"
-            )
-            raise ConfigError(what=what)
-        if self.devices.read_reserved() and self.slurm.cluster_file:
-            raise ConfigError(
-                "c.GPUDevices.reserved does not apply to a cluster, whose nodes Slurm gives out. "
-                "Remove it, and reserve nodes in Slurm: scontrol create reservation."
-            )
+        for is_set, sentence in (
+            (self.devices.read_shared_devices(), _SHARED_BY_SLURM),
+            (self.devices.read_reserved(), _RESERVED_BY_SLURM),
+            (self.host.read_budget(), _BUDGET_OF_SLURM),
+        ):
+            if is_set and self.slurm.cluster_file:
+                raise ConfigError(sentence)
         self.rates.read()
         self.credits.policies  # noqa: B018 - parsing it raises ConfigError
         self.idle.read_policies()

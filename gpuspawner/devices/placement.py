@@ -178,7 +178,7 @@ def too_much_asked(
     if reserved := [] if matching else reserved_for_others(request, existing):
         return TooMuchAsked(_reserved(request, reserved), asked=request.devices, most=0)
     said = _what_would_fit(request, existing, matching, most)
-    if request.devices > 1 and any(device.slots > 1 for device in suitable(request, existing)):
+    if request.devices > 1 and len(suitable(request, existing)) > len(matching):
         most = max(1, most)
         said = _why_not_several_shared(request, matching, most)
     return TooMuchAsked(said, asked=request.devices, most=most, existing=len(existing))
@@ -386,8 +386,8 @@ def texts(places: Iterable[Slot]) -> frozenset[str]:
 class PlacementIndex:
     """All devices and their links, prepared for many questions with changing taken slots.
 
-    With ``slots_only``, every request is for a slot of its device: an external scheduler decides
-    which.
+    With ``is_external``, an external scheduler decides which devices a request gets, and it also
+    gives several shared devices to one request.
 
     What depends on devices and links alone is calculated once, and between two choices only what
     changed. Taken slots are given as texts (see :func:`texts`), so that Python's own sets do most
@@ -396,11 +396,11 @@ class PlacementIndex:
     """
 
     def __init__(
-        self, devices: Sequence[Device], links: Links, *, slots_only: bool = False
+        self, devices: Sequence[Device], links: Links, *, is_external: bool = False
     ) -> None:
         self.devices = devices
         self.links = links
-        self.slots_only = slots_only
+        self.is_external = is_external
         self.by_uuid = {device.uuid: device for device in devices}
         # An unknown device may answer again; a MIG parent or a prohibited one waits for an admin.
         existing = (
@@ -427,9 +427,7 @@ class PlacementIndex:
 
     def is_for_slot(self, request: Request) -> bool:
         """Return True if the request gets one slot of its device, False if all of them."""
-        return request.sharing is Sharing.SLOT or (
-            self.slots_only and any(device.slots > 1 for device in self.devices)
-        )
+        return request.sharing is Sharing.SLOT
 
     def of_member(
         self, request: Request, groups: AbstractSet[str], *, preemptible: bool = False
@@ -466,7 +464,7 @@ class PlacementIndex:
         if request.devices <= 0:
             return ()
         if self.is_for_slot(request):
-            return (self._choose_slot(replace(request, sharing=Sharing.SLOT), taken, shared),)
+            return (self._choose_slot(request, taken, shared),)
         known = self._suitable(
             request.model,
             request.models,
@@ -604,7 +602,7 @@ class PlacementIndex:
             preemptible=preemptible,
         )
         found = suitable(request, self._existing)
-        if are_several:
+        if are_several and not self.is_external:
             found = [device for device in found if device.slots == 1]
         ranked = sorted(
             _rank(device, self._near.get(device.uuid, ALONE), groups) for device in found

@@ -94,7 +94,7 @@ class InventoryCache:
                 seen, fleet = last.devices, last.fleet
             else:
                 seen = repository.as_seen(self._known, inventory)
-                fleet = PlacementIndex(seen, inventory.links, slots_only=self.shared is None)
+                fleet = PlacementIndex(seen, inventory.links, is_external=self.shared is None)
             if late or seen != self._known:
                 self._save(inventory)
                 self._saved_at = now
@@ -281,8 +281,6 @@ class Overview:
     """Why granting is paused, and by whom; None if it is not."""
     rates: Rates = field(default_factory=Rates)
     """All rates that apply now or later."""
-    slots_only: bool = False
-    """True if every request gets one slot of its device, as with Slurm's shards."""
 
     def usable_by(
         self, groups: Collection[str], now: datetime, *, preemptible: bool = False
@@ -299,8 +297,8 @@ class Overview:
 
     @property
     def shares(self) -> tuple[ShareCount, ...]:
-        """The slots that members may ask for; empty if they get nothing else anyway."""
-        return () if self.slots_only else count_shares(self.devices)
+        """The slots that members may ask for."""
+        return count_shares(self.devices)
 
     @property
     def total(self) -> int:
@@ -393,13 +391,11 @@ def _closed(view: DeviceView, closure: Closure) -> DeviceView:
     return replace(view, state=state, detail=detail, free_slots=0)
 
 
-def count_models(
-    views: Sequence[DeviceView], rates: RateCard, *, slots_only: bool = False
-) -> tuple[ModelCount, ...]:
+def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCount, ...]:
     """Return totals by model and memory, largest first.
 
     A model is listed while one of its devices can be leased sooner or later; counted are those in
-    service. The rate is that of a whole device, or of a slot if members get ``slots_only``.
+    service. The rate is that of a whole device.
     """
     found: dict[tuple[str, int], list[DeviceView]] = {}
     for view in views:
@@ -412,7 +408,7 @@ def count_models(
             memory_bytes=memory,
             total=sum(view.in_service for view in some),
             free=sum(view.state == "free" for view in some),
-            rate=rates.rate_of(model, some[0].device.slots if slots_only else 1),
+            rate=rates.rate_of(model),
             free_slots=sum(view.free_slots for view in some if view.device.slots > 1),
             reserved=count_reserved([view.device for view in some]),
         )

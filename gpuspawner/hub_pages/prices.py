@@ -148,10 +148,6 @@ class PriceList:
         self.environments = [e for e in environments if not e.cpu_only]
         self.now = now
         self._cards = {e.slug: overview.rates.card(now, e.slug) for e in self.environments}
-        self._slots = {
-            view.device.model: view.device.slots if overview.slots_only else 1
-            for view in overview.devices
-        }
         self._shares = overview.shares
         self._known = Counter(
             (view.device.model, view.device.memory_bytes, reservation_of(view.device))
@@ -160,9 +156,8 @@ class PriceList:
         )
 
     def rate(self, environment: Environment, count: ModelCount) -> int:
-        """Return the microcredits per hour for one device; for a slot if there is nothing else."""
-        slots = self._slots.get(count.model, 1)
-        return self._cards[environment.slug].rate_of(count.model, slots)
+        """Return the microcredits per hour for one device."""
+        return self._cards[environment.slug].rate_of(count.model)
 
     def share_rate(self, environment: Environment, share: ShareCount) -> int:
         """Return the microcredits per hour for one slot of a shared device."""
@@ -340,7 +335,7 @@ class PriceList:
         These are the sizes in GB between which the devices, or the shares, of a choice differ, and
         ``asked`` if some of them have that much.
         """
-        if environment.cpu_only or self.overview.slots_only:
+        if environment.cpu_only:
             return []
         found = []
         for count, model, _ in self._choices(environment, counts):
@@ -469,7 +464,7 @@ class PriceList:
 
     def _models_of(self, environment: Environment) -> list[ModelCount]:
         """Return the models that a server of an environment may have whole devices of."""
-        if not environment.has_whole_devices and not self.overview.slots_only:
+        if not environment.has_whole_devices:
             return []
         return [
             count

@@ -191,7 +191,7 @@ class LeaseService:
             fleet = look.fleet
             is_slot = fleet.is_for_slot(request)
             own: Collection[str] = ()
-            if is_slot and not fleet.slots_only:  # an external scheduler gives several of a device
+            if is_slot and not fleet.is_external:  # an external scheduler gives several of a device
                 own = repository.shared_by(connection, server.user)
             places = fleet.choose(request, taken | kept if kept else taken, shared=own)
             devices = tuple(_leased(each, fleet.by_uuid[each.uuid], is_slot) for each in places)
@@ -223,7 +223,7 @@ class LeaseService:
             **request.host.as_fields(),
             **terms,
         )
-        repository.insert(connection, lease, one_slot_a_device=not look.fleet.slots_only)
+        repository.insert(connection, lease, one_slot_a_device=not look.fleet.is_external)
         if known.kept:
             repository.go_on_resting(connection, lease)
         return lease

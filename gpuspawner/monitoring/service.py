@@ -63,9 +63,7 @@ class MonitoringService:
         views = self.devices.on_machines(snapshots.device_views(look.devices, taken, closed))
         return snapshots.Overview(
             devices=views,
-            models=snapshots.count_models(
-                views, rates.card(self.clock()), slots_only=look.fleet.slots_only
-            ),
+            models=snapshots.count_models(views, rates.card(self.clock())),
             source=look.inventory.source,
             error=look.inventory.error,
             driver_version=look.inventory.driver_version,
@@ -73,7 +71,6 @@ class MonitoringService:
             waiting=waiting,
             paused=closed.get(closures.GRANTING),
             rates=rates,
-            slots_only=look.fleet.slots_only,
         )
 
     def remember_use(self, minutes: Collection[DeviceUse]) -> None:

@@ -212,8 +212,15 @@ class QueueState:
         self, request: Request, devices: Mapping[str, DeviceCount], user: str = ""
     ) -> bool:
         """Return True if a request fits these devices, by kind."""
-        asked = self.asked(request)
-        return any(devices.get(kind, 0) >= asked for kind in self.kinds(request, user))
+        asked, kinds = self.asked(request), self.kinds(request, user)
+        if any(devices.get(kind, 0) >= asked for kind in kinds):
+            return True
+        if asked <= 1 or not self.supply.fleet.is_external:
+            return False
+        pools = Counter[str]()  # each shared device is a kind of its own
+        for kind in kinds:
+            pools[pool_of(kind)] += int(devices.get(kind, 0))
+        return any(count >= asked for count in pools.values())
 
     # Parts of a sync.
 
@@ -272,8 +279,8 @@ class QueueState:
         changed = [name for name, mark in found.items() if self._leases.get(name) != mark]
         for lease in repository.some_leases(connection, changed):
             self._tell_of(lease, fleet)
-            of_slots = (_kind_of_leased(d, fleet) for d in lease.devices if d.is_shared)
-            if slots := frozenset(of_slots):
+            slots = frozenset(_kind_of_leased(d, fleet) for d in lease.devices if d.is_shared)
+            if slots and not fleet.is_external:  # which gives members several slots of a device
                 new_slots.setdefault(lease.server.user, {})[lease.id] = slots
         self._leases = found
         self._sync_slots(gone, new_slots)
@@ -381,8 +388,12 @@ class QueueState:
             groups=groups,
             preemptible=preemptible,
         )
-        fitting = Counter(kind_of(d) for d in suitable(request, self.supply.fleet.devices))
-        return frozenset(kind for kind, devices in fitting.items() if devices >= count)
+        fleet = self.supply.fleet
+        fitting = [kind_of(device) for device in suitable(request, fleet.devices)]
+        # An external scheduler gives several shared devices at once, which are kinds of their own.
+        group = pool_of if fleet.is_external else str
+        counts = Counter(map(group, fitting))
+        return frozenset(kind for kind in fitting if counts[group(kind)] >= count)
 
 
 def _kind_of_leased(leased: LeasedDevice, fleet: PlacementIndex) -> str:

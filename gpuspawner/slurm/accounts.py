@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..core.errors import SlurmRefused
 from ..queue.models import QueueLimits
-from .config import TESTED, is_tested
+from .config import GPU_BILLING, TESTED, is_tested
 from .programs import Slurm
 
 LONGEST_NAME = 32
@@ -103,6 +103,8 @@ _FORMAT = (
 _SHOW = ("-n", "-P", "show")
 GPU, SHARD = "gres/gpu", "gres/shard"
 """The names of devices, and of shares of one, in Slurm's limits."""
+BILLING = "billing"
+"""The name of both together, a share as its part of a device; see GPU_BILLING."""
 
 MOST_ASSOCIATIONS = 2**31 - 1
 """The largest number that Slurm stores."""
@@ -149,7 +151,10 @@ class AssociationRow:
     share: int = 1
     gpus: int | None = None
     shards: int | None = None
+    billing: int | None = None
+    """Devices and shares together, a device as GPU_BILLING."""
     gpu_minutes: int | None = None
+    shard_minutes: int | None = None
     submits: int | None = None
     """Waiting and running jobs."""
 
@@ -170,10 +175,12 @@ def wanted_associations(
     groups: Mapping[str, Group],
     member_limits: QueueLimits,
     priorities: Mapping[str, float],
+    most_shards: int = 1,
 ) -> WantedAssociations:
     """Return what these people and groups should be in Slurm.
 
-    ``priorities`` are points by the name of a priority; Slurm's begin at 0.
+    ``priorities`` are points by the name of a priority; Slurm's begin at 0. ``most_shards``: of any
+    device; 1 if none is shared.
     """
     least = min(priorities.values(), default=0.0)
     people = list(people)
@@ -181,12 +188,13 @@ def wanted_associations(
     return WantedAssociations(
         qos={QOS + name: round(points - least) for name, points in priorities.items()},
         accounts={
-            account_of(name): _group_row(groups.get(name, Group())) for name in sorted(named)
+            account_of(name): _group_row(groups.get(name, Group()), most_shards)
+            for name in sorted(named)
         },
         users={
             user_of(person.member): (
                 account_of(person.group),
-                _person_row(person, member_limits),
+                _person_row(person, member_limits, most_shards),
                 QOS + person.priority,
             )
             for person in people
@@ -194,25 +202,34 @@ def wanted_associations(
     )
 
 
-def _group_row(group: Group) -> AssociationRow:
+def _group_row(group: Group, most_shards: int) -> AssociationRow:
     share = min(max(1, round(group.weight * SHARES)), MOST_ASSOCIATIONS)
-    return replace(_row(group.limits), share=share)
+    return replace(_row(group.limits, most_shards), share=share)
 
 
-def _person_row(person: Person, limits: QueueLimits) -> AssociationRow:
-    row = _row(limits)
+def _person_row(person: Person, limits: QueueLimits, most_shards: int) -> AssociationRow:
+    row = _row(limits, most_shards)
     if person.closed or person.dry:
         row = replace(row, gpus=0, shards=0)
     return replace(row, submits=0) if person.closed else row
 
 
-def _row(limits: QueueLimits) -> AssociationRow:
+def _row(limits: QueueLimits, most_shards: int) -> AssociationRow:
     # Slurm counts running jobs among the submitted ones.
     both = limits.devices is not None and limits.tickets is not None
-    return AssociationRow(
+    running = (limits.devices or 0) * most_shards
+    minutes = None if limits.gpu_hours is None else int(limits.gpu_hours * 60)
+    row = AssociationRow(
         gpus=limits.devices,
-        gpu_minutes=None if limits.gpu_hours is None else int(limits.gpu_hours * 60),
-        submits=(limits.devices or 0) + (limits.tickets or 0) if both else None,
+        gpu_minutes=minutes,
+        submits=running + (limits.tickets or 0) if both else None,
+    )
+    if most_shards == 1:
+        return row
+    return replace(
+        row,
+        billing=None if limits.devices is None else limits.devices * GPU_BILLING,
+        shard_minutes=None if minutes is None else minutes * most_shards,
     )
 
 
@@ -303,7 +320,9 @@ def _read_row(cells: list[str], submits: str) -> AssociationRow:
         share=_number(cells[4]) or 0,  # "parent" is not one of ours either
         gpus=tres.get(GPU),
         shards=tres.get(SHARD),
+        billing=tres.get(BILLING),
         gpu_minutes=minutes.get(GPU),
+        shard_minutes=minutes.get(SHARD),
         submits=_number(submits),
     )
 
@@ -518,14 +537,26 @@ def _settings(row: AssociationRow, there: AssociationRow, submits: str) -> tuple
     words = []
     if row.share != there.share:
         words.append(f"fairshare={row.share}")
-    limits = [(GPU, row.gpus, there.gpus), (SHARD, row.shards, there.shards)]
-    if changed := [f"{tres}={_limit(most)}" for tres, most, now in limits if most != now]:
-        words.append(f"GrpTRES={','.join(changed)}")
-    if row.gpu_minutes != there.gpu_minutes:
-        words.append(f"GrpTRESRunMins={GPU}={_limit(row.gpu_minutes)}")
+    limits = [
+        (GPU, row.gpus, there.gpus),
+        (SHARD, row.shards, there.shards),
+        (BILLING, row.billing, there.billing),
+    ]
+    if changed := _changed(limits):
+        words.append(f"GrpTRES={changed}")
+    limits = [
+        (GPU, row.gpu_minutes, there.gpu_minutes),
+        (SHARD, row.shard_minutes, there.shard_minutes),
+    ]
+    if changed := _changed(limits):
+        words.append(f"GrpTRESRunMins={changed}")
     if row.submits != there.submits:
         words.append(f"{submits}SubmitJobs={_limit(row.submits)}")
     return tuple(words)
+
+
+def _changed(limits: Iterable[tuple[str, int | None, int | None]]) -> str:
+    return ",".join(f"{tres}={_limit(most)}" for tres, most, now in limits if most != now)
 
 
 def _limit(most: int | None) -> int:

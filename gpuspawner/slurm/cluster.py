@@ -7,8 +7,8 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,7 +73,7 @@ def _words(model: str) -> list[str]:
 MOST_BYTES = 4_000_000
 """The maximum size of the file."""
 MOST_SHARDS = 64
-"""Maximum shares of one device."""
+"""Maximum shards of one device."""
 
 _NODE_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
@@ -88,6 +88,7 @@ Partition = Annotated[
     str, matching(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}", "Use letters, digits, _ and -.")
 ]
 GresType = Annotated[str, matching(GRES_TYPE, "Use small letters, digits, _ and -.")]
+GresKey = Annotated[str, matching(GRES_TYPE, "Use small letters, digits, _ and -.", is_key=True)]
 DeviceUUID = Annotated[
     str,
     matching(r"[A-Za-z0-9][A-Za-z0-9-]{3,94}", "Use letters, digits and -, such as GPU-0a1b2c3d."),
@@ -101,6 +102,8 @@ LAYOUT = matching(
 )
 """What ``slurmd -C`` says of sockets, cores and threads."""
 Cpus = Annotated[int, Field(ge=1, le=MOST_WHOLE)]
+Shards = Annotated[int, Field(ge=1, le=MOST_SHARDS)]
+"""1: not shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,12 @@ class Node:
     memory_bytes: int = 0
     layout: str = ""
     """Sockets, cores and threads in slurm.conf's words; empty leaves them to Slurm."""
+    shards: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """How many shards each device of a type has; types that are not shared are absent."""
+
+    def slots_of(self, device: NodeDevice) -> int:
+        """Return how many servers may share a device: its shards, or 1 if it is not shared."""
+        return self.shards.get(device.gres, 1)
 
     def device_at(self, index: int) -> NodeDevice:
         """Return the device with Slurm's ``index``, from 0. Raises ConfigError."""
@@ -176,8 +185,6 @@ class Cluster:
     partition: str = "gpu"
     hub_address: str = ""
     """The hub's address for the nodes."""
-    shards: int = 0
-    """Shares of each device that members can request; 0 if devices are not shared."""
     slurm_conf: str = ""
     """Path of slurm.conf; empty for Slurm's default path."""
 
@@ -188,6 +195,11 @@ class Cluster:
     @cached_property
     def _devices(self) -> dict[str, tuple[Node, NodeDevice]]:
         return {device.uuid: (node, device) for node in self.nodes for device in node.devices}
+
+    @property
+    def most_shards(self) -> int:
+        """The most shards of any device; 1 if none is shared."""
+        return max((count for node in self.nodes for count in node.shards.values()), default=1)
 
     def node(self, name: str) -> Node:
         """Return the node with this name. Raises ConfigError for an unknown one."""
@@ -285,6 +297,17 @@ def _model(value: object) -> str:
     return found
 
 
+def _no_shards(value: object) -> int:
+    if value != 0 or isinstance(value, bool):
+        raise ValueError(
+            f"is {shown(value)} for the whole cluster, where older versions gave members shares of "
+            "GPUs and no whole ones. Write it as 'shards: {a100: 4}' in each node with GPUs to "
+            "share, or run gpuspawner slurm config --shards 4 again. Members then get whole GPUs "
+            "too, and shares where they, or 'sharing: slot' of the environment, ask for one."
+        )
+    return 0
+
+
 # What the file may hold.
 
 
@@ -331,6 +354,9 @@ class NodeEntry(ConfigModel):
     """Memory of the node."""
     layout: Annotated[str, LAYOUT] = ""
     """Sockets, cores and threads, as ``slurmd -C`` shows them. Without it: Slurm decides."""
+    shards: dict[GresKey, Shards] = {}
+    """How many servers may share a device, by Slurm's type: ``{a100: 4}``. Without it: no type of
+    the node is shared. gres.conf must say the same."""
     devices: list[DeviceEntry] = []
     """The devices, in the order of gres.conf. Without it: the node has none."""
 
@@ -359,8 +385,8 @@ class ClusterFile(ConfigModel):
     """The partition in which the hub submits jobs."""
     hub_address: Annotated[str, Checked(_address)] = ""
     """The hub's address for the nodes."""
-    shards: Annotated[int, Field(ge=0, le=MOST_SHARDS)] = 0
-    """Shares of each device that members can request; 0 if devices are not shared."""
+    shards: Annotated[int, Checked(_no_shards, {"const": 0})] = 0
+    """Of older versions, which shared all devices alike. Only 0 is valid: nodes have ``shards``."""
     slurm_conf: FilePath = ""
     """Path of slurm.conf. Without it: Slurm's default path."""
     nodes: Annotated[dict[NodeName, NodeEntry], Field(min_length=1)]
@@ -382,11 +408,11 @@ def cluster_of(written: str, name: str = "cluster.yaml", folder: Path | None = N
     nouns = {"nodes": "node", "devices": "device"}
     read = read_model(ClusterFile, {} if data is None else data, origin, "the cluster", nouns)
     _check_devices(origin, read)
+    _check_shards(origin, read)
     return Cluster(
         name=read.name,
         partition=read.partition,
         hub_address=read.hub_address,
-        shards=read.shards,
         slurm_conf=read.slurm_conf,
         nodes=tuple(_node(origin, node, entry) for node, entry in read.nodes.items()),
     )
@@ -405,6 +431,17 @@ def _check_devices(origin: Origin, read: ClusterFile) -> None:
             seen[device.uuid] = name
 
 
+def _check_shards(origin: Origin, read: ClusterFile) -> None:
+    for name, node in read.nodes.items():
+        types = {device.gres or gres_type(device.model) for device in node.devices}
+        for unknown in sorted(node.shards.keys() - types):
+            known = f"it has {' and '.join(sorted(types))}" if types else "it has none"
+            raise origin.error(
+                ("nodes", name, "shards", unknown),
+                f"the node {name} has no device of the type {unknown!r} to share: {known}.",
+            )
+
+
 def _node(origin: Origin, name: str, entry: NodeEntry) -> Node:
     return Node(
         name=name,
@@ -415,6 +452,7 @@ def _node(origin: Origin, name: str, entry: NodeEntry) -> Node:
         cpus=entry.cpus,
         memory_bytes=entry.memory,
         layout=entry.layout,
+        shards={name: count for name, count in entry.shards.items() if count > 1},
         devices=tuple(
             NodeDevice(
                 uuid=device.uuid,

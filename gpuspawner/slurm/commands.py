@@ -45,6 +45,7 @@ from .config import (
     slurmdbd_conf,
 )
 from .sampler import Recorder, serve
+from .shards import parse_shards, with_shards
 
 _HEADER = (
     "# Written by gpuspawner slurm config, which replaces it when it is run again. What somebody\n"
@@ -169,7 +170,12 @@ slurm.add_command(cluster_commands.print_inventory)
 @option("--name", "NAME", "name of the cluster (default: gpuspawner)", default="gpuspawner")
 @option("--partition", "NAME", "name of the partition of all nodes (default: gpu)", default="gpu")
 @option(
-    "--shards", "N", "slots on each shared device (default: 0, no sharing)", type=int, default=0
+    "--shards",
+    "[[NODE/]MODEL=]N",
+    "let N servers share each GPU, or each of a model such as A100=4, or of a node's model such as "
+    "gpu1/A100=4; can be repeated (default: no sharing)",
+    "shards",
+    multiple=True,
 )
 @option(
     "--hours", "N", "longest time of a job, in hours (default: 168, a week)", type=int, default=168
@@ -205,7 +211,7 @@ def config(
     controller: str,
     name: str,
     partition: str,
-    shards: int,
+    shards: Sequence[str],
     hours: int,
     engine: str,
     tls: str,
@@ -218,6 +224,7 @@ def config(
     head, address = _controller(controller)
     if not 1 <= hours <= 8760:
         raise ConfigError(f"--hours {hours}: write 1 to 8760.")
+    rules = parse_shards(shards)
     options = SlurmOptions(controller=head, address=address, longest_hours=hours, more=_more(more))
     named = [_named(word) for word in hosts]
     nodes = _nodes(settings, options, named, NodeAddresses(engine, tls, sampler))
@@ -225,8 +232,7 @@ def config(
         name=name,
         partition=partition,
         hub_address=options.address or options.controller,
-        shards=shards,
-        nodes=with_gres_types(nodes),
+        nodes=with_shards(with_gres_types(nodes), rules),
     )
     # What is invalid in cluster.yaml is refused here, in the same words.
     cluster = cluster_of(cluster_yaml(made), "cluster.yaml (not written)")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import yaml
 
-from .cluster import Cluster, Node
+from .cluster import Cluster, Node, NodeDevice
 
 TESTED = ("22.05.8",)
 """The versions of Slurm that the tests run."""
@@ -22,6 +22,13 @@ So a new kernel that leaves a little less does not put the node out of service.
 """
 
 MEGABYTE = 2**20
+
+GPU_BILLING = 10_000
+"""What a whole GPU adds to a job's billing; a shard adds its part of it.
+
+Slurm rounds a job's billing down. This is large enough that a limit of one GPU lets no shard in
+beyond those of one GPU.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +124,12 @@ ReturnToService=2
 def slurm_conf(cluster: Cluster, options: SlurmOptions) -> str:
     """Return ``slurm.conf``, the same for every node."""
     types = sorted({d.gres for node in cluster.nodes for d in node.devices if d.gres})
+    shared = sorted({name for node in cluster.nodes for name in node.shards})
     usual = _SLURM_CONF.format(
         name=cluster.name,
         host=options.controller + (f"({options.address})" if options.address else ""),
         accounting=options.address or options.controller,
-        tres=",".join(["gres/gpu", *(f"gres/gpu:{name}" for name in types), "gres/shard"]),
+        tres=",".join([*_tres("gres/gpu", types), *_tres("gres/shard", shared)]),
     )
     more = {key.lower(): f"{key}={value}" for key, value in options.more.items()}
     lines: list[str] = []
@@ -132,32 +140,64 @@ def slurm_conf(cluster: Cluster, options: SlurmOptions) -> str:
     if more:
         lines += ["", "# This site's own.", *more.values()]
     lines += ["", "# The nodes."]
-    lines += [_node_line(cluster, node) for node in cluster.nodes]
+    lines += [_node_line(node) for node in cluster.nodes]
     hours = options.longest_hours
     names = ",".join(node.name for node in cluster.nodes)
     lines.append(
         f"PartitionName={cluster.partition} Nodes={names} Default=YES State=UP"
         f" MaxTime={hours // 24}-{hours % 24:02}:30:00 DefMemPerCPU=1024"
+        f" TRESBillingWeights={_billing(cluster)}"
     )
     return "\n".join(lines) + "\n"
 
 
-def _node_line(cluster: Cluster, node: Node) -> str:
+def _tres(kind: str, types: Iterable[str]) -> list[str]:
+    return [kind, *(f"{kind}:{name}" for name in types)]
+
+
+def _billing(cluster: Cluster) -> str:
+    """Return what a job counts as for fair share and limits: its GPUs, a shard as its part.
+
+    A shard whose type the job does not name counts as the smallest one. For one that is named,
+    Slurm adds both weights.
+    """
+    sizes: dict[str, set[int]] = {}
+    for node in cluster.nodes:
+        for name, shards in node.shards.items():
+            sizes.setdefault(name, set()).add(shards)
+    most = cluster.most_shards
+    weights = [f"GRES/gpu={GPU_BILLING}", f"GRES/shard={GPU_BILLING / most:.2f}"]
+    for name, counts in sorted(sizes.items()):
+        if more := GPU_BILLING / max(counts) - GPU_BILLING / most:
+            weights.append(f"GRES/shard:{name}={more:.2f}")
+    return ",".join(weights)
+
+
+def _node_line(node: Node) -> str:
     gres = [f"gpu:{name}:{count}" for name, count in counts(node).items()]
-    if shards := cluster.shards * len(node.devices):
+    # Without types, which Slurm takes from gres.conf: those of the devices with these files.
+    if shards := sum(node.slots_of(device) for device in _shared(node)):
         gres.append(f"shard:{shards}")
-    memory = node.memory_bytes * MEMORY_PART // 100 // MEGABYTE
     words = [f"NodeName={node.name}", f"NodeAddr={node.address}", f"CPUs={node.cpus}"]
     words += [node.layout] if node.layout else []
-    words += [f"RealMemory={memory}"]
+    words += [f"RealMemory={allocatable_megabytes(node)}"]
     words += [f"Gres={','.join(gres)}"] if gres else []
     words += [f"Feature={','.join(counts(node))}"] if node.devices else []
     return " ".join([*words, "State=UNKNOWN"])
 
 
+def allocatable_megabytes(node: Node) -> int:
+    """Return how much of a node's memory Slurm allocates to jobs, in megabytes."""
+    return node.memory_bytes * MEMORY_PART // 100 // MEGABYTE
+
+
 def counts(node: Node) -> Counter[str]:
     """Return how many devices a node has of each type, in the order of its devices."""
     return Counter(device.gres for device in node.devices)
+
+
+def _shared(node: Node) -> list[NodeDevice]:
+    return [device for device in node.devices if node.slots_of(device) > 1]
 
 
 def gres_conf(cluster: Cluster) -> str:
@@ -166,10 +206,9 @@ def gres_conf(cluster: Cluster) -> str:
     for node in cluster.nodes:
         name = f"NodeName={node.name}"
         lines += [f"{name} Name=gpu Type={d.gres} File={d.file}" for d in node.devices]
-        if cluster.shards:
-            lines += [
-                f"{name} Name=shard Count={cluster.shards} File={d.file}" for d in node.devices
-            ]
+        lines += [
+            f"{name} Name=shard Count={node.slots_of(d)} File={d.file}" for d in _shared(node)
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -211,7 +250,6 @@ def cluster_yaml(cluster: Cluster) -> str:
         top["hub_address"] = cluster.hub_address
     if cluster.slurm_conf:
         top["slurm_conf"] = cluster.slurm_conf
-    top["shards"] = cluster.shards
     top["nodes"] = {node.name: _node_yaml(node) for node in cluster.nodes}
     return yaml.safe_dump(top, sort_keys=False, allow_unicode=True, width=100)
 
@@ -225,6 +263,8 @@ def _node_yaml(node: Node) -> dict[str, Any]:
     found |= {"cpus": node.cpus, "memory": node.memory_bytes}
     if node.layout:
         found["layout"] = node.layout
+    if node.shards:
+        found["shards"] = dict(node.shards)
     found["devices"] = [
         {
             "uuid": device.uuid,

@@ -6,13 +6,15 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from ..core.errors import TooMuchAsked
 from ..devices.models import Device
-from ..devices.placement import format_memory, suitable
-from ..leases.models import Request
+from ..devices.placement import format_memory, no_slot_ever, suitable
+from ..leases.models import Request, Sharing
 from ..queue.models import Ticket
-from .cluster import Cluster, Node
+from .cluster import Cluster, Node, NodeDevice
+from .config import MEGABYTE, allocatable_megabytes
 from .jobs import HOLDER
 from .programs import JobSpec
 
@@ -29,13 +31,49 @@ BEHIND_ALL = 2_000_000_000
 """Nearly the largest nice value that Slurm accepts."""
 
 
+@dataclass(frozen=True, slots=True)
+class JobResources:
+    """What a server needs beside devices."""
+
+    memory_bytes: int = 0
+    """0: an equal share of a node's memory for each device."""
+    cpus: float = 0.0
+    """0: an equal share of a node's CPUs for each device."""
+
+
+def resources_of(
+    *,
+    mem_guarantee: int | None,
+    mem_limit: int | None,
+    cpu_guarantee: float | None,
+    cpu_limit: float | None,
+    in_job: bool,
+) -> JobResources:
+    """Return what a job asks for, from what its server is guaranteed and its limits.
+
+    That is the guarantee, or else the limit. ``in_job``: the server's container is in the job's
+    cgroup, where it never gets more than the job. Then it is the larger of both, so that the
+    container can use all that its limit allows.
+    """
+
+    def choose(guarantee: float | None, limit: float | None) -> float:
+        return max(guarantee or 0, limit or 0) if in_job else guarantee or limit or 0
+
+    return JobResources(int(choose(mem_guarantee, mem_limit)), choose(cpu_guarantee, cpu_limit))
+
+
 def devices_of(cluster: Cluster) -> tuple[Device, ...]:
-    """Return the devices of all nodes."""
-    devices = [device for node in cluster.nodes for device in node.devices]
-    slots = max(1, cluster.shards)
+    """Return the devices of all nodes, with as many slots as they have shards."""
+    devices = [(node, device) for node in cluster.nodes for device in node.devices]
     return tuple(
-        Device(uuid=d.uuid, index=i, model=d.model, memory_bytes=d.memory_bytes, slots=slots)
-        for i, d in enumerate(devices)
+        Device(
+            uuid=device.uuid,
+            index=index,
+            model=device.model,
+            memory_bytes=device.memory_bytes,
+            slots=node.slots_of(device),
+        )
+        for index, (node, device) in enumerate(devices)
     )
 
 
@@ -59,6 +97,7 @@ def of(
     user: str = "",
     account: str = "",
     lacking: Collection[str] = (),
+    resources: JobResources | None = None,
 ) -> JobSpec:
     """Return the job of a ticket.
 
@@ -66,15 +105,15 @@ def of(
     not be chosen. Raises TooMuchAsked for what no node has.
     """
     request = ticket.request
-    kind, types, without = _wanted(request, cluster)
-    some = [node for node in cluster.nodes if node.name not in without and node.devices]
-    share = request.devices / max(1, cluster.shards)
+    kind, types, _ = _wanted(request, cluster)
+    nodes = [cluster.node(name) for name in able(request, cluster)]
+    cpus, megabytes = _room(request, nodes, resources or JobResources())
     return JobSpec(
         name=f"{HOLDER}{ticket.id}",
         comment=json.dumps({"server": str(ticket.server), "kind": ticket.server.kind.value}),
         partition=cluster.partition,
-        cpus=max(1, int(share * min(node.cpus / len(node.devices) for node in some))),
-        megabytes=max(1, int(share * min(_megabytes(node) for node in some))),
+        cpus=cpus,
+        megabytes=megabytes,
         gres=":".join([kind, *types, str(request.devices)]),
         minutes=None if ticket.seconds is None else minutes(ticket.seconds),
         excluded=tuple(excluded(request, cluster, lacking)),
@@ -101,15 +140,14 @@ def minutes(seconds: int) -> int:
 
 def _wanted(request: Request, cluster: Cluster) -> tuple[str, list[str], Collection[str]]:
     """Return the kind of gres, its type if it must be one, and the unsuitable nodes."""
-    fitting = {device.uuid for device in suitable(request, devices_of(cluster))}
-    if cluster.shards and request.devices > 1:
-        raise TooMuchAsked(
-            "GPUs are shared on this cluster, and a server gets one slot. Ask for 1 GPU.",
-            asked=request.devices,
-            most=1,
-        )
-    kind = "shard" if cluster.shards else "gpu"
-    nodes = [node for node in cluster.nodes if node.devices]
+    devices = devices_of(cluster)
+    fitting = {device.uuid for device in suitable(request, devices)}
+    is_slot = request.sharing is Sharing.SLOT
+    if is_slot and (not fitting or request.devices > 1):
+        matching = [device for device in devices if device.uuid in fitting]
+        raise no_slot_ever(request, list(devices), matching)
+    kind = "shard" if is_slot else "gpu"
+    nodes = [node for node in cluster.nodes if _offered(request, node)]
     counts = {node.name: _suited(node, fitting) for node in nodes}
     most = max((max(count.values(), default=0) for count in counts.values()), default=0)
     if most < request.devices:
@@ -119,7 +157,7 @@ def _wanted(request: Request, cluster: Cluster) -> tuple[str, list[str], Collect
     good = {
         node.name
         for node in nodes
-        if sum(counts[node.name].values()) == len(node.devices)
+        if sum(counts[node.name].values()) == len(_offered(request, node))
         and (request.devices == 1 or len(counts[node.name]) == 1)
     }
     if len(good) == len(nodes):
@@ -131,6 +169,47 @@ def _wanted(request: Request, cluster: Cluster) -> tuple[str, list[str], Collect
     # For nodes of several models: the most frequent one.
     best = max(sorted(types), key=lambda each: max(count[each] for count in counts.values()))
     return kind, [best], ()
+
+
+def _offered(request: Request, node: Node) -> list[NodeDevice]:
+    """Return the devices of a node that Slurm has for such a request, whatever their model."""
+    if request.sharing is Sharing.WHOLE:
+        return list(node.devices)
+    return [device for device in node.devices if node.slots_of(device) > 1]
+
+
+def _part(request: Request, node: Node) -> float:
+    """Return the part of a node that is a request's equal share of its CPUs and memory."""
+    part = request.devices / len(node.devices)
+    if request.sharing is Sharing.WHOLE:
+        return part
+    return part / max(node.slots_of(device) for device in node.devices)
+
+
+def _room(request: Request, nodes: Collection[Node], needs: JobResources) -> tuple[int, int]:
+    """Return the CPUs and megabytes of a job on any of these nodes. Raises TooMuchAsked."""
+    _require_room(needs, nodes)
+    cpus = math.ceil(needs.cpus) or int(min(n.cpus * _part(request, n) for n in nodes))
+    megabytes = math.ceil(needs.memory_bytes / MEGABYTE) or int(
+        min(_megabytes(node) * _part(request, node) for node in nodes)
+    )
+    return max(1, cpus), max(1, megabytes)
+
+
+def _require_room(needs: JobResources, nodes: Collection[Node]) -> None:
+    """Raise TooMuchAsked if none of the nodes has the memory, or the CPUs, of a job."""
+    memory = max(map(allocatable_megabytes, nodes)) * MEGABYTE
+    cpus = max(node.cpus for node in nodes)
+    if needs.memory_bytes > memory:
+        asked, most = f"{format_memory(needs.memory_bytes)} of memory", format_memory(memory)
+    elif needs.cpus > cpus:
+        asked, most = f"{needs.cpus:g} CPUs", f"{cpus}"
+    else:
+        return
+    raise TooMuchAsked(
+        f"This environment needs {asked}, and no suitable machine has more than {most}. Choose "
+        "another, or ask your admin to change it."
+    )
 
 
 def _suited(node: Node, fitting: Collection[str]) -> Counter[str]:
@@ -154,5 +233,5 @@ def _too_many(request: Request, most: int) -> TooMuchAsked:
 
 
 def _megabytes(node: Node) -> float:
-    """Return what Slurm allocates at most for one device's share of memory."""
-    return node.memory_bytes / 2**20 * 0.9 / len(node.devices)
+    """Return how much memory of a node is divided equally among its devices."""
+    return node.memory_bytes / MEGABYTE * 0.9

@@ -56,6 +56,7 @@ _REASONS = {
     "MaxGRESPerUser": "you have as many GPUs as one member may have",
     "QOSMaxJobsPerUserLimit": "you have as many servers as one member may have",
     "AssocGrpGRES": "your group has as many GPUs as it may have",
+    "AssocGrpBilling": "your group has as many GPUs as it may have",
     "QOSGrpGRES": "your group has as many GPUs as it may have",
     "AssocMaxJobsLimit": "you have as many servers as one member may have",
     "ReqNodeNotAvail": "the suitable machines are closed or down",
@@ -488,20 +489,37 @@ def _strange(row: str) -> SlurmUnavailable:
 
 def parts_of(run: JobRun, cluster: Cluster) -> tuple[UsagePart, ...]:
     """Return the number of devices per model for a run, as far as known."""
-    slots = max(1, cluster.shards)
-    return tuple(
-        UsagePart(count, _models(run, kind, cluster), each)
-        for kinds, each in ((run.gpus, 1), (run.shards, slots))
-        for kind, count in sorted(kinds.items())
-        if count
-    )
+    found = []
+    for kinds, is_shard in ((run.gpus, False), (run.shards, True)):
+        for kind, count in sorted(kinds.items()):
+            if count:
+                found.append(_part(run, count, kind, cluster, is_shard=is_shard))
+    return tuple(found)
 
 
-def _models(run: JobRun, kind: str, cluster: Cluster) -> tuple[str, ...]:
+def _part(run: JobRun, count: int, kind: str, cluster: Cluster, *, is_shard: bool) -> UsagePart:
+    """Return the devices of one type; for shards of unknown size, the smallest ones there are."""
+    some = _candidates(run, kind, cluster, is_shard=is_shard)
+    slots = max((each for _, each in some), default=1) if is_shard else 1
+    models = (model for model, each in some if not is_shard or each == slots)
+    return UsagePart(count, tuple(dict.fromkeys(models)), slots)
+
+
+def _candidates(
+    run: JobRun, kind: str, cluster: Cluster, *, is_shard: bool
+) -> list[tuple[str, int]]:
+    """Return the models of devices that a run may have, each with its slots."""
     here = [node for node in cluster.nodes if node.name in run.nodes]
-    # If the file knows neither the type nor the node, it may be any device.
-    for nodes, type_ in ((here, kind), (cluster.nodes, kind), (here, ""), (cluster.nodes, "")):
-        found = (d.model for node in nodes for d in node.devices if type_ in ("", d.gres))
-        if models := tuple(dict.fromkeys(found)):
-            return models
-    return ()
+    # If the file knows neither the type nor the node, it may be any device; and one that is no
+    # longer shared may have been.
+    for of_shared in (True, False) if is_shard else (False,):
+        for nodes, type_ in ((here, kind), (cluster.nodes, kind), (here, ""), (cluster.nodes, "")):
+            found = [
+                (device.model, node.slots_of(device))
+                for node in nodes
+                for device in node.devices
+                if type_ in ("", device.gres) and (node.slots_of(device) > 1 or not of_shared)
+            ]
+            if found:
+                return found
+    return []

@@ -28,6 +28,7 @@ from . import job_spec
 from .accounts import Admission, user_of
 from .cluster import Cluster
 from .images import NodeImages
+from .job_spec import JobResources
 from .jobs import HOLDER, SlurmJob, read_jobs
 from .priority import PriorityOverrides
 from .programs import AWAY_PATIENCE, PATIENCE, CallBatcher, JobSpec, SingleFlight, Slurm
@@ -314,6 +315,8 @@ class SlurmDelegate(Nodes):
         """
         super().__init__(cluster, slurm, log)
         self.images = NodeImages(cluster.nodes, log)
+        self.resources: Callable[[Ticket], JobResources] = lambda ticket: JobResources()
+        """Returns what a ticket's server needs beside devices. Set by who has a catalog."""
         self._hand = PriorityOverrides(slurm, log)
         self._tended = float("-inf"), False
         """When jobs were last told something, and True if that was in a pause."""
@@ -359,7 +362,14 @@ class SlurmDelegate(Nodes):
             raise SlurmUnavailable(why="the suitable machines are closed")
         lacking = {*untold, *self.images.lacking(ticket, able)}
         account, is_late = self._before(ticket)
-        job = job_spec.of(ticket, self.cluster, user=user, account=account, lacking=lacking)
+        job = job_spec.of(
+            ticket,
+            self.cluster,
+            user=user,
+            account=account,
+            lacking=lacking,
+            resources=self.resources(ticket),
+        )
         if job.nice < 0 and not self._as_member:
             job = replace(job, nice=0)  # sbatch takes points from root alone: the next round tries
         # Before and after: a query that begins in between proves nothing.

@@ -123,6 +123,7 @@ class ClusterMemberService:
             groups,
             self.settings.limits_of("")[0],
             {_word(priority): points[priority] for priority in Priority},
+            self.nodes().most_shards,
         )
 
     def plan_for_cluster(self) -> accounts.SyncPlan:

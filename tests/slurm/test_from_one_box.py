@@ -33,7 +33,7 @@ from tests.support.processes import free_port, wait_for
 @pytest.fixture(scope="module")
 def configured(clusters: None, engine: PrivateEngine, images: Any) -> Iterator[ConfiguredCluster]:
     """The checks need a real image: busybox alone cannot run them."""
-    with ConfiguredCluster() as cluster:
+    with ConfiguredCluster("4") as cluster:
         cluster.load_images(engine, images.INSTANT)
         cluster.user("ann")
         yield cluster

@@ -26,7 +26,7 @@ from gpuspawner.core.errors import (
 from gpuspawner.core.units import MICRO
 from gpuspawner.devices import closures
 from gpuspawner.devices.closures import HEALTH, Closure
-from gpuspawner.leases.models import LeaseState, Request, ServerRef, Terms
+from gpuspawner.leases.models import LeaseState, Request, ServerRef, Sharing, Terms
 from gpuspawner.monitoring.health import Symptom
 from gpuspawner.monitoring.health_service import FoundSymptoms
 from gpuspawner.queue.models import Ticket
@@ -188,7 +188,9 @@ def test_members_share_the_slots_of_one_gpu(cluster: SlurmCluster, tmp_path: Pat
         cluster.users.make(user)
     services = opened(tmp_path, cluster, shards=4, gpu_rates={"*": 3600}, opening_grant=100_000)
     with closing(services.store):
-        tickets = [asked(services, *server, model="H100") for server in servers]
+        tickets = [
+            asked(services, *server, model="H100", sharing=Sharing.SLOT) for server in servers
+        ]
         turns = until(services, tickets, lambda turns: turns if len(turns) == 4 else None)
         leases = [services.queue.start_ticket(turn) for turn in turns]
         (place,) = {lease.devices[0].uuid for lease in leases}

@@ -32,6 +32,7 @@ _M1 = Node(
         NodeDevice("GPU-00000001", A100, 80 * GIB, gres="a100"),
         NodeDevice("GPU-00000002", A100, 80 * GIB, gres="a100"),
     ),
+    shards={"a100": 4},
 )
 _M2 = Node(
     name="m2",
@@ -39,7 +40,7 @@ _M2 = Node(
     engine="unix:///run/docker.sock",
     devices=(NodeDevice("GPU-00000003", H100, 80 * GIB, gres="h100"),),
 )
-CLUSTER = Cluster(name="lab", shards=4, nodes=(_M1, _M2))
+CLUSTER = Cluster(name="lab", nodes=(_M1, _M2))
 
 RATES = {"*": 1, "A100": 4, "H100": 10}
 

@@ -15,14 +15,16 @@ from tests.support import processes
 from tests.support.slurm_cluster import A100, H100, SCRIPTS, SlurmCluster
 from tests.support.slurm_node import Node
 
-SHARDS = 4
-
 
 class ConfiguredCluster(SlurmCluster):
-    """Two nodes; the second device of the first is of another model than the first one."""
+    """Two nodes; the second device of the first is of another model than the first one.
 
-    def __init__(self) -> None:
+    ``shards``: which are shared, as ``--shards`` takes it.
+    """
+
+    def __init__(self, *shards: str) -> None:
         super().__init__((A100, H100))
+        self.shards = shards
 
     @property
     def file(self) -> Path:
@@ -39,7 +41,7 @@ class ConfiguredCluster(SlurmCluster):
         settings = [f"--set={name}={value}" for name, value in self._places().items()]
         controller = f"{self.places.controller}={self.places.address}"
         words = ["--out", str(self.conf.parent), "--controller", controller]
-        words += ["--name", self.cluster_name, "--shards", str(SHARDS)]
+        words += ["--name", self.cluster_name, *(f"--shards={each}" for each in self.shards)]
         words += ["--tls", str(self._certificates), *settings, *more]
         return main(["slurm", "config", *words, *hosts])
 
@@ -69,7 +71,7 @@ class ConfiguredCluster(SlurmCluster):
         """What the node would have said if it were a machine."""
         found = HostInventory(
             hostname=node.name,
-            cpus=2,
+            cpus=8,
             memory_bytes=4 * 2**30,
             slurm="22.05.8",
             engine="20.10.24",
@@ -98,6 +100,7 @@ class ConfiguredCluster(SlurmCluster):
             "Epilog": f / "bin/epilog",
             "Prolog": f / "bin/prolog",
             "MailProg": "/bin/true",
+            "SlurmdParameters": "config_overrides",  # this machine has fewer CPUs
         }
 
     def _write_conf(self) -> None:

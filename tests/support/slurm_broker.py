@@ -13,9 +13,10 @@ from typing import Any
 
 import psutil
 
-from gpuspawner.leases.models import Request, ServerRef, Terms
+from gpuspawner.leases.models import Request, ServerRef, Sharing, Terms
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
+from gpuspawner.slurm.cluster import Cluster
 from gpuspawner.slurm.config import cluster_yaml
 from tests.support import processes
 from tests.support.brokers import make_services, migrated_bytes
@@ -25,11 +26,17 @@ from tests.support.slurm_daemons import program
 from tests.support.slurm_hub import described
 
 
-def opened(folder: Path, cluster: SlurmCluster, *, shards: int = 0, **config: Any) -> Services:
-    """A hub's services; one of the same folder is the same hub, started anew."""
+def opened(
+    folder: Path, cluster: SlurmCluster, *, shards: int = 0, nodes: Cluster | None = None,
+    **config: Any,
+) -> Services:  # fmt: skip
+    """A hub's services; one of the same folder is the same hub, started anew.
+
+    ``nodes``: the cluster as the hub has it, if not as usual.
+    """
     folder.mkdir(exist_ok=True)
     file = folder / "cluster.yaml"
-    file.write_text(cluster_yaml(described(cluster, shards)), encoding="utf-8")
+    file.write_text(cluster_yaml(nodes or described(cluster, shards)), encoding="utf-8")
     database = folder / "gpuspawner.sqlite"
     if not database.exists():
         database.write_bytes(migrated_bytes())
@@ -38,10 +45,10 @@ def opened(folder: Path, cluster: SlurmCluster, *, shards: int = 0, **config: An
 
 def asked(
     services: Services, user: str, server: str = "", *, devices: int = 1, model: str = "",
-    **terms: Any,
+    sharing: Sharing = Sharing.WHOLE, **terms: Any,
 ) -> Ticket:  # fmt: skip
-    """A member asks for GPUs, and waits for them."""
-    request = Request(devices=devices, model=model)
+    """A member asks for GPUs, or a share of one, and waits for them."""
+    request = Request(devices=devices, model=model, sharing=sharing)
     waits = Terms(wait=True, **terms)
     got = services.queue.ask(ServerRef(user, server), request, engine="slurm", terms=waits)
     assert isinstance(got, Ticket)

@@ -50,8 +50,8 @@ gpuspawner.add_services(c, url={url!r})
 
 class SlurmHub(HubProcess):
     """``with SlurmHub(folder, cluster) as hub``. Servers without a GPU are on the first node's
-    engine, as if the hub were there too. ``shards`` as in cluster.yaml; ``samplers``: where each
-    node's is, by the node's name."""
+    engine, as if the hub were there too. ``shards``: of each device, 0 for none; ``samplers``:
+    where each node's is, by the node's name."""
 
     def __init__(
         self, folder: Path, cluster: SlurmCluster, config: str = "", *, shards: int = 0,
@@ -169,6 +169,7 @@ def described(
             ),
             cpus=4,
             memory_bytes=2**30,
+            shards={node.machine.gres: shards} if shards else {},
         )
         for node in cluster.nodes
     )
@@ -176,6 +177,5 @@ def described(
         name=cluster.cluster_name,
         hub_address=cluster.address,
         slurm_conf=str(cluster.conf),
-        shards=shards,
         nodes=nodes,
     )

@@ -189,7 +189,7 @@ EITHER = TORCH.model_copy(update={"sharing": "any"})
 SHARED = TORCH.model_copy(update={"slug": "shared", "display_name": "Shared", "sharing": "slot"})
 
 
-def shared_overview(*, slots_only: bool = False) -> Overview:
+def shared_overview() -> Overview:
     """An A100 that is whole, and two T4 of four slots, of which three are taken."""
     shapes = [("A100-80GB", 80, 1, 1), ("T4", 16, 4, 4), ("T4", 16, 4, 1)]
     views = tuple(
@@ -202,8 +202,8 @@ def shared_overview(*, slots_only: bool = False) -> Overview:
         for n, (model, memory, slots, free) in enumerate(shapes)
     )
     rates = Rates.of(TWO_PRICES)
-    models = count_models(views, rates.card(NOON), slots_only=slots_only)
-    return Overview(views, models, "simulated", "", "", "", rates=rates, slots_only=slots_only)
+    models = count_models(views, rates.card(NOON))
+    return Overview(views, models, "simulated", "", "", "", rates=rates)
 
 
 def test_whole_device_costs_the_full_rate_and_a_share_its_part() -> None:
@@ -308,16 +308,6 @@ def test_shares_of_several_sizes_are_named_together() -> None:
         "A share is shared with up to 3 others, not isolated: nothing keeps others from using the "
         "memory."
     )
-
-
-def test_slots_of_slurm_are_priced_and_counted_as_before() -> None:
-    """There members get nothing but a slot of a shared device, and choose no share."""
-    prices = PriceList(shared_overview(slots_only=True), [EITHER], NOON)
-    assert [(line.label, line.price) for line in prices.lines(ADA)] == [
-        ("A100-80GB", "4.00"),
-        ("T4, 16 GB", "0.25"),
-    ]
-    assert prices.shares_of(EITHER) == []
 
 
 def test_price_text_covers_free_gpu_only_and_many_choices() -> None:

@@ -23,6 +23,7 @@ from gpuspawner.slurm.accounts import (
     SyncStep,
     WantedAssociations,
 )
+from gpuspawner.slurm.config import GPU_BILLING
 from tests.support.tier import examples
 
 PRIORITIES = {"low": -40.0, "normal": 0.0, "course": 40.0, "admin": 80.0}
@@ -135,6 +136,18 @@ def test_new_cluster_is_fully_synced_by_one_run() -> None:
     assert found.qos["gpuspawner-low"] == 0 and found.qos["gpuspawner-admin"] == 120
 
 
+def test_limits_count_devices_and_shares_together_where_devices_are_shared() -> None:
+    database = Database()
+    limits = QueueLimits(devices=2, tickets=3, gpu_hours=1000)
+    for shards in (4, 8, 1):
+        asked = accounts.wanted_associations([ADA], {}, limits, PRIORITIES, shards)
+        bring(database, asked)
+        found = row(database, "g-research", "ada")
+        assert (found.gpus, found.gpu_minutes, found.submits) == (2, 60_000, 2 * shards + 3)
+        more = (2 * GPU_BILLING, 60_000 * shards) if shards > 1 else (None, None)
+        assert (found.billing, found.shard_minutes) == more
+
+
 def test_member_who_changes_group_cannot_submit_to_old_one() -> None:
     database = Database()
     guest = Person(member="ada", group="guests", priority="low")
@@ -223,17 +236,17 @@ GROUPS = st.dictionaries(
     st.sampled_from(["research", "Guests & friends", "course"]),
     st.builds(Group, weight=st.floats(1e-6, 1e9), limits=SOME_LIMITS),
 )
-DAYS = st.tuples(PEOPLE, GROUPS, SOME_LIMITS, st.integers(0, 40))
+DAYS = st.tuples(PEOPLE, GROUPS, SOME_LIMITS, st.sampled_from([1, 4]), st.integers(0, 40))
 
 
 @settings(max_examples=examples(60))
 @given(st.lists(DAYS, min_size=1, max_size=4))
 def test_interrupted_sync_is_completed_by_the_next_run(
-    days: list[tuple[list[Person], dict[str, Group], QueueLimits, int]],
+    days: list[tuple[list[Person], dict[str, Group], QueueLimits, int, int]],
 ) -> None:
     database = Database()
-    for people, groups, limits, killed_after in days:
-        asked = accounts.wanted_associations(people, groups, limits, PRIORITIES)
+    for people, groups, limits, shards, killed_after in days:
+        asked = accounts.wanted_associations(people, groups, limits, PRIORITIES, shards)
         for step in accounts.plan_sync(asked, database.found(), "lab").steps[:killed_after]:
             database.do(step)
     bring(database, asked)

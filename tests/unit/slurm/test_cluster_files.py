@@ -80,17 +80,21 @@ def nodes_of(conf: str) -> dict[str, dict[str, str]]:
 
 
 def test_generated_files_describe_the_hosts(config: Callable[..., int], tmp_path: Path) -> None:
-    assert config("--shards", "4", "--name", "lab", "--set", "SlurmctldPort=7000") == 0
+    shards = ("--shards", "4", "--shards", "H100=0", "--shards", "gpu2/H100=2")
+    assert config(*shards, "--name", "lab", "--set", "SlurmctldPort=7000") == 0
     out = tmp_path / "out"
     conf = (out / "slurm.conf").read_text()
     nodes = nodes_of(conf)
     assert nodes["gpu1"]["NodeAddr"] == "10.0.0.11"
-    assert nodes["gpu1"]["Gres"] == "gpu:a100:2,gpu:h100:1,shard:12"
-    assert nodes["gpu2"]["Gres"] == "gpu:h100:1,shard:4"
+    assert nodes["gpu1"]["Gres"] == "gpu:a100:2,gpu:h100:1,shard:8"
+    assert nodes["gpu2"]["Gres"] == "gpu:h100:1,shard:2"
     assert int(nodes["gpu1"]["RealMemory"]) < 64 * 1024
     for line in ("ClusterName=lab", "SlurmctldHost=head(10.0.0.1)", "SlurmctldPort=7000"):
         assert line in conf.splitlines()
-    assert "gres/gpu:a100,gres/gpu:h100" in conf
+    assert "gres/gpu:a100,gres/gpu:h100,gres/shard,gres/shard:a100,gres/shard:h100" in conf
+    # A shard that is asked for by its type has both of its weights.
+    weights = "GRES/gpu=10000,GRES/shard=2500.00,GRES/shard:h100=2500.00"
+    assert conf.splitlines()[-1].endswith(f" TRESBillingWeights={weights}")
     assert "ConstrainDevices=no" in (out / "cgroup.conf").read_text()
     assert (out / "slurmdbd.conf").stat().st_mode & 0o777 == 0o600
 
@@ -103,7 +107,15 @@ def test_generated_files_describe_the_hosts(config: Callable[..., int], tmp_path
     assert [(d.gres, d.file) for d in first.devices] == files
     assert first.device_at(2).uuid == "GPU-gpu1-1"
     assert first.engine == "ssh://10.0.0.11"
-    assert (cluster.shards, cluster.hub_address) == (4, "10.0.0.1")
+    shared = re.findall(r"NodeName=(\w+) Name=shard Count=(\d+) File=(\S+)", gres)
+    assert shared == [
+        ("gpu1", "4", "/dev/nvidia0"),
+        ("gpu1", "4", "/dev/nvidia2"),
+        ("gpu2", "2", "/dev/nvidia0"),
+    ]
+    assert [node.shards for node in cluster.nodes] == [{"a100": 4}, {"h100": 2}]
+    assert [first.slots_of(device) for device in first.devices] == [4, 4, 1]
+    assert cluster.hub_address == "10.0.0.1"
 
 
 def test_controller_engine_uses_the_local_socket(
@@ -138,7 +150,7 @@ def test_second_config_run_changes_nothing_and_keeps_edits(
     told = capsys.readouterr()
     assert "-KillWait=77" in told.out and "--force" in told.err
     assert "KillWait=77" in path.read_text()
-    assert read_cluster(tmp_path / "out/cluster.yaml").shards == 0  # nothing of it was written
+    assert read_cluster(tmp_path / "out/cluster.yaml").most_shards == 1  # it was not written
     assert config("--shards", "2", "--force") == 0
     assert "KillWait=10" in path.read_text()
 
@@ -148,7 +160,11 @@ def test_second_config_run_changes_nothing_and_keeps_edits(
     [
         (["--name", "My Lab"], "small letters"),
         (["--shards", "65"], "64 is the most"),
-        (["--shards", "-1"], "0 is the least"),
+        (["--shards", "-1"], "write a number for all GPUs such as 4"),
+        (["--shards", "A100=many"], "a model such as A100=4"),
+        (["--shards", "gpu1/=4"], "such as gpu1/A100=4"),
+        (["--shards", "T4=4"], "fits no GPU of these hosts. Their models are: NVIDIA A100-SXM4-80"),
+        (["--shards", "gpu2/A100=4"], "fits no GPU of these hosts"),
         (["--hours", "0"], "write 1 to 8760"),
         (["--partition", "gpu;rm"], "letters, digits"),
         (["--engine", "tcp://{host}:2375"], "root"),
@@ -261,6 +277,10 @@ ENGINE = "ssh://gpuspawner@10.0.0.11"
         (ENGINE, "ssh://-oProxyCommand=x", "ssh://USER@NODE"),
         (ENGINE, "unix://run/docker.sock", "unix:///var"),
         ("cpus: 16", "cpus: 0", "line 7"),
+        ("cpus: 16", "cpus: 16\n    shards: {h100: 4}", "line 8.*'h100' to share: it has a100"),
+        ("cpus: 16", "cpus: 16\n    shards: {A100: 4}", "small letters"),
+        ("cpus: 16", "cpus: 16\n    shards: {a100: 65}", "64 is the most"),
+        ("name: lab", "name: lab\nshards: 4", "line 3.*Write it as 'shards: {a100: 4}' in each"),
         ("cpus: 16", "cpus: 16\n    sampler: http://10.0.0.11:9401", "line 8.*without TLS"),
         ("cpus: 16", "cpus: 16\n    sampler: 10.0.0.11:9401", "line 8.*https://10.0.0.11:9401"),
         ("cpus: 16", "cpus: 16\n    sampler: https://a:b@10.0.0.11:9401", "line 8.*Write https"),
@@ -342,7 +362,11 @@ def test_every_gpu_model_gets_a_valid_unique_gres_type(models: list[str]) -> Non
     assert len(set(words)) == len(set(models))
 
 
-@given(st.integers(1, 4), st.integers(0, 4), st.sampled_from([0, 1, 8]))
+def test_cluster_file_of_an_older_version_without_shares_is_read() -> None:
+    assert cluster_of(GOOD.replace("name: lab", "name: lab\nshards: 0")) == cluster_of(GOOD)
+
+
+@given(st.integers(1, 4), st.integers(0, 4), st.sampled_from([0, 2, 8]))
 def test_cluster_file_round_trips_and_matches_slurm_conf(
     hosts: int, devices: int, shards: int
 ) -> None:
@@ -357,12 +381,15 @@ def test_cluster_file_round_trips_and_matches_slurm_conf(
                 NodeDevice(f"GPU-{n}-{d}", "A100", 80 * GIB, f"/dev/nvidia{d}", "a100")
                 for d in range(devices)
             ),
+            shards={"a100": shards} if shards and devices else {},
         )
         for n in range(hosts)
     )
-    cluster = Cluster(name="lab", nodes=nodes, shards=shards)
+    cluster = Cluster(name="lab", nodes=nodes)
     assert cluster_of(cluster_yaml(cluster)) == cluster
     assert gres_conf(cluster).count("Name=gpu ") == hosts * devices
+    shared = hosts * devices if shards else 0
+    assert gres_conf(cluster).count(f"Name=shard Count={shards} ") == shared
     told = nodes_of(slurm_conf(cluster, SlurmOptions(controller="head")))
     assert list(told) == [node.name for node in nodes]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 
 from gpuspawner.core.errors import TooMuchAsked
-from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.leases.models import Request, ServerRef, Sharing
 from gpuspawner.queue.models import Ticket
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
-from gpuspawner.slurm.job_spec import able, of
+from gpuspawner.slurm.job_spec import JobResources, able, of, resources_of
 from gpuspawner.slurm.programs import minutes_of, words
 
 GIB = 2**30
@@ -117,12 +118,121 @@ def test_job_gets_a_node_share_per_gpu_or_shard() -> None:
     assert "--cpus-per-task=8" in told and f"--mem={int(64 * 1024 * 0.9 / 2)}M" in told
     assert "--cpus-per-task=16" in asked(model="A100", devices=2)
 
-    shared = replace(CLUSTER, shards=4)
-    assert gres(asked(shared)) == "shard:1"
-    assert gres(asked(shared, model="A100")) == "shard:a100:1"
-    assert "--cpus-per-task=2" in asked(shared, model="A100")
-    with pytest.raises(TooMuchAsked, match="a server gets one slot"):
-        asked(shared, devices=2)
+    told = asked(SHARED, model="A100", sharing=Sharing.SLOT)
+    assert "--cpus-per-task=2" in told and f"--mem={int(64 * 1024 * 0.9 / 8)}M" in told
+    assert "--cpus-per-task=8" in asked(SHARED, model="A100")
+
+
+SHARED = replace(
+    CLUSTER,
+    nodes=(
+        replace(CLUSTER.nodes[0], shards={"a100": 4}),
+        CLUSTER.nodes[1],
+        replace(CLUSTER.nodes[2], shards={"t4": 2}),
+    ),
+)
+"""The A100s and the T4 are shared, and no H100 is, not even the one beside the T4."""
+
+
+@pytest.mark.parametrize(
+    ("request_", "wanted", "not_on"),
+    [
+        ({}, "shard:1", ""),
+        ({"model": "A100"}, "shard:a100:1", ""),
+        ({"models": ("T4", "H100")}, "shard:t4:1", ""),
+        # A quarter of an A100 has 10 GB, and half of a T4 has 7.
+        ({"memory_bytes": 7 * GIB}, "shard:1", ""),
+        ({"memory_bytes": 8 * GIB}, "shard:a100:1", ""),
+    ],
+)
+def test_share_is_asked_for_where_devices_are_shared(
+    request_: dict[str, Any], wanted: str, not_on: str
+) -> None:
+    told = asked(SHARED, sharing=Sharing.SLOT, **request_)
+    assert (gres(told), without(told)) == (wanted, not_on)
+
+
+@pytest.mark.parametrize(
+    ("request_", "wanted", "not_on"),
+    [
+        ({}, "gpu:1", ""),
+        ({"model": "A100", "devices": 2}, "gpu:a100:2", ""),
+        ({"model": "T4"}, "gpu:t4:1", ""),
+        ({"memory_bytes": 40 * GIB}, "gpu:1", "three"),
+    ],
+)
+def test_whole_devices_are_asked_for_whether_shared_or_not(
+    request_: dict[str, Any], wanted: str, not_on: str
+) -> None:
+    told = asked(SHARED, **request_)
+    assert (gres(told), without(told)) == (wanted, not_on)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "request_", "sentence"),
+    [
+        (CLUSTER, {}, "This hub has no shared GPU. Ask for a whole one"),
+        (SHARED, {"model": "H100"}, "No H100 GPU is shared on this hub. Shared are 2 NVIDIA A100"),
+        (SHARED, {"devices": 2}, "A share is of one GPU, and you asked for 2. Ask for 1."),
+        (SHARED, {"memory_bytes": 20 * GIB}, "The largest share of GPU has 10 GB."),
+    ],
+)
+def test_share_that_no_node_has_is_rejected(
+    cluster: Cluster, request_: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(TooMuchAsked, match=re.escape(sentence)):
+        asked(cluster, sharing=Sharing.SLOT, **request_)
+    with pytest.raises(TooMuchAsked):
+        able(Request(**{"devices": 1, "sharing": Sharing.SLOT, **request_}), cluster)
+
+
+def needed(**needs: Any) -> list[str]:
+    return words(of(replace(TICKET, request=Request(devices=1, model="A100")), CLUSTER, **needs))
+
+
+def test_job_asks_for_the_memory_and_cpus_of_its_environment() -> None:
+    told = needed(resources=JobResources(3 * 10**9, 1.5))
+    assert {"--mem=2862M", "--cpus-per-task=2"} <= set(told)
+    told = needed(resources=JobResources(cpus=0.25))
+    assert {f"--mem={int(64 * 1024 * 0.9 / 2)}M", "--cpus-per-task=1"} <= set(told)
+
+
+@pytest.mark.parametrize(
+    ("needs", "sentence"),
+    [
+        (JobResources(64 * GIB), "needs 64 GB of memory, and no suitable machine has more than 66"),
+        (JobResources(cpus=16.5), "needs 16.5 CPUs, and no suitable machine has more than 16."),
+    ],
+)
+def test_environment_that_no_node_has_room_for_is_rejected(
+    needs: JobResources, sentence: str
+) -> None:
+    with pytest.raises(TooMuchAsked, match=sentence):
+        needed(resources=needs)
+
+
+@pytest.mark.parametrize(
+    ("guarantee", "limit", "in_job", "wanted"),
+    [
+        (None, None, True, 0),
+        (2, None, True, 2),
+        (None, 4, False, 4),
+        (2, 4, False, 2),
+        # There the container has the job's limit, and could not use its own.
+        (2, 4, True, 4),
+        (4, 2, True, 4),
+    ],
+)
+def test_job_asks_for_the_guarantee_or_else_the_limit(
+    guarantee: int | None, limit: int | None, in_job: bool, wanted: int
+) -> None:
+    assert resources_of(
+        mem_guarantee=guarantee,
+        mem_limit=limit,
+        cpu_guarantee=guarantee,
+        cpu_limit=limit,
+        in_job=in_job,
+    ) == JobResources(wanted, wanted)
 
 
 def test_job_spec_contains_time_limit_owner_and_boost() -> None:

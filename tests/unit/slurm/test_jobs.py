@@ -159,17 +159,23 @@ A100, H100, T4 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "Tesla T4"
 GIB = 2**30
 
 
-def node(name: str, *devices: tuple[str, str, int]) -> Node:
-    found = tuple(NodeDevice(name, model, gib * GIB, gres=gres) for model, gres, gib in devices)
-    return Node(name=name, address="10.0.0.1", engine="unix:///run/docker.sock", devices=found)
+def node(name: str, shards: dict[str, int], *devices: tuple[str, str, int]) -> Node:
+    return Node(
+        name=name,
+        address="10.0.0.1",
+        engine="unix:///run/docker.sock",
+        devices=tuple(
+            NodeDevice(name, model, gib * GIB, gres=gres) for model, gres, gib in devices
+        ),
+        shards=shards,
+    )
 
 
 CLUSTER = Cluster(
     name="lab",
-    shards=4,
     nodes=(
-        node("m1", (A100, "a100", 80), (A100, "a100", 80)),
-        node("m2", (H100, "h100", 80), (T4, "t4", 16)),
+        node("m1", {"a100": 4}, (A100, "a100", 80), (A100, "a100", 80)),
+        node("m2", {"t4": 8}, (H100, "h100", 80), (T4, "t4", 16)),
     ),
 )
 
@@ -294,6 +300,13 @@ def test_slurm_node_list_is_expanded_or_rejected(text: str, nodes: tuple[str, ..
         ({}, (UsagePart(1, (H100,)),)),
         ({"alloctres": "gres/gpu=2", "nodelist": "m1"}, (UsagePart(2, (A100,)),)),
         ({"alloctres": "gres/shard=3", "nodelist": "m1"}, (UsagePart(3, (A100,), 4),)),
+        ({"alloctres": "gres/shard=3", "nodelist": "m2"}, (UsagePart(3, (T4,), 8),)),
+        ({"alloctres": "gres/shard=1", "nodelist": "lost"}, (UsagePart(1, (T4,), 8),)),
+        (
+            {"alloctres": "gres/shard:a100=1,gres/shard=1", "nodelist": "lost"},
+            (UsagePart(1, (A100,), 4),),
+        ),
+        ({"alloctres": "gres/shard:h100=1,gres/shard=1"}, (UsagePart(1, (T4,), 8),)),
         ({"alloctres": "gres/gpu=1"}, (UsagePart(1, (H100, T4)),)),
         ({"alloctres": "gres/gpu=1", "nodelist": "lost"}, (UsagePart(1, (A100, H100, T4)),)),
         ({"alloctres": "gres/gpu:new=1,gres/gpu=1"}, (UsagePart(1, (H100, T4)),)),

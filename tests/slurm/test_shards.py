@@ -1,0 +1,146 @@
+"""Whole GPUs and shares of GPUs at the same time. Real: a Slurm of two nodes on the files that
+``gpuspawner slurm config`` wrote, with its database, services and their store. Stand-in: the GPUs.
+
+The first node has an A100 of four shards and an H100 that is not shared, the second another H100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gpuspawner.core.errors import TooMuchAsked
+from gpuspawner.core.units import MICRO
+from gpuspawner.leases.models import Lease, Request, ServerRef, Sharing, Terms
+from gpuspawner.queue.models import Ticket
+from gpuspawner.services import Services
+from gpuspawner.slurm import accounts
+from gpuspawner.slurm.cluster import Cluster
+from tests.support.brokers import problems
+from tests.support.configured_cluster import ConfiguredCluster
+from tests.support.processes import wait_for
+from tests.support.slurm_broker import asked, opened, until
+
+MEMBERS = tuple(f"share{number}" for number in range(6))
+RATES = {"A100": 3600, "H100": 7200}
+"""Credits an hour."""
+
+
+@pytest.fixture(scope="module")
+def configured(clusters: None) -> Iterator[ConfiguredCluster]:
+    with ConfiguredCluster("A100=4") as cluster:
+        for name in MEMBERS:
+            cluster.users.make(name)
+        yield cluster
+
+
+@pytest.fixture
+def cluster(configured: ConfiguredCluster) -> Iterator[ConfiguredCluster]:
+    yield configured
+    configured.clean()
+
+
+@pytest.fixture
+def described(cluster: ConfiguredCluster) -> Cluster:
+    """As a hub reads it; its Slurm is not in the usual place."""
+    return replace(cluster.described(), slurm_conf=str(cluster.conf))
+
+
+@pytest.fixture
+def services(cluster: ConfiguredCluster, described: Cluster, tmp_path: Path) -> Iterator[Services]:
+    services = opened(tmp_path, cluster, nodes=described, gpu_rates=RATES, opening_grant=100_000)
+    with closing(services.store):
+        yield services
+
+
+def start(services: Services, *tickets: Ticket) -> list[Lease]:
+    """Their leases, in this order."""
+    wanted = {ticket.id for ticket in tickets}
+    until(services, list(tickets), lambda turns: wanted <= set(turns))
+    return [services.queue.start_ticket(ticket.id) for ticket in tickets]
+
+
+def end(services: Services, *leases: Lease) -> None:
+    delegate = services.delegation.delegate
+    assert delegate is not None
+
+    def is_over(lease: Lease) -> str:
+        return delegate.turns()[str(lease.ticket_id)].over
+
+    for lease in leases:
+        delegate.cancel(str(lease.ticket_id))
+    for lease in leases:
+        wait_for(partial(is_over, lease), "the end of its job")
+        services.leases.release(lease.id, reason="stopped")
+
+
+def held(lease: Lease) -> tuple[str, int | Fraction, int]:
+    """The model, how much of it, and the price in credits an hour."""
+    (device,) = lease.devices
+    return device.model.split()[1], lease.device_equivalents, lease.rate // MICRO
+
+
+def test_whole_devices_and_shares_are_leased_at_the_same_time(services: Services) -> None:
+    """Shares are of the A100 alone. Who wants it whole waits until nobody has a share of it."""
+    a100, quarter = "A100-SXM4-40GB", Fraction(1, 4)
+    shares = [asked(services, name, sharing=Sharing.SLOT) for name in MEMBERS[:3]]
+    first, second, third = start(services, *shares)
+    assert [held(lease) for lease in (first, second, third)] == [(a100, quarter, 900)] * 3
+    assert {device.slot for lease in (first, second, third) for device in lease.devices} == {
+        0, 1, 2,
+    }  # fmt: skip
+
+    (whole,) = start(services, asked(services, MEMBERS[3], model="H100"))
+    assert held(whole) == ("H100", 1, 7200) and not whole.devices[0].is_shared
+    waits = asked(services, MEMBERS[4], model="A100")
+    (share,) = services.monitoring.overview().shares
+    assert (share.label, share.free) == ("1/4 of NVIDIA A100-SXM4-40GB, about 10 GB", 1)
+
+    end(services, first, second, third)
+    (alone,) = start(services, waits)
+    assert held(alone) == (a100, 1, 3600)
+    assert (alone.devices[0].held_slots, alone.devices[0].is_shared) == (4, False)
+    late = asked(services, MEMBERS[5], sharing=Sharing.SLOT)
+    assert late.id not in services.queue.turns(frozenset({late.id}))
+    end(services, alone)
+    start(services, late)
+    assert problems(services.store) == []
+
+
+def test_share_of_a_model_that_is_not_shared_is_rejected(services: Services) -> None:
+    request = Request(devices=1, model="H100", sharing=Sharing.SLOT)
+    with pytest.raises(TooMuchAsked, match=r"No H100 GPU is shared on this hub\. Shared are"):
+        services.queue.ask(ServerRef(MEMBERS[0]), request, engine="slurm", terms=Terms(wait=True))
+    assert services.queue.waiting() == []
+
+
+def test_limit_counts_devices_and_shares_together(
+    cluster: ConfiguredCluster, described: Cluster, tmp_path: Path
+) -> None:
+    """A limit of one GPU: four shares, or one whole GPU, of the member's servers and jobs."""
+    limits = {"devices": 1, "gpu_hours": 1000}
+    services = opened(tmp_path, cluster, nodes=described, member_limits=limits)
+    with closing(services.store):
+        for name in MEMBERS:
+            services.ledger.open_account(name)
+        plan = services.cluster_members.plan_for_cluster()
+        accounts.apply_plan(services.cluster_members.slurm(), plan.steps)
+        assert services.cluster_members.plan_for_cluster().steps == ()
+    user = MEMBERS[0]
+    words = ("--account=gpuspawner-members", "--time=60")
+    shares = [cluster.hold(user, "--gres=shard:1", *words) for _ in range(3)]
+    for job in shares:
+        cluster.wait_state(job, "RUNNING")
+    whole = cluster.hold(user, "--gres=gpu:h100:1", *words)
+    fourth = cluster.hold(user, "--gres=shard:a100:1", "--nice=-100", *words)
+    cluster.wait_state(fourth, "RUNNING")
+    reason = ("squeue", "-h", "-j", str(whole), "-o", "%r")
+    wait_for(lambda: cluster.run(*reason).strip() == "AssocGrpBilling", "the reason")
+    cluster.run("scancel", *map(str, (*shares, fourth)))
+    cluster.wait_state(whole, "RUNNING")
