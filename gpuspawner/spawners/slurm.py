@@ -21,6 +21,7 @@ from ..leases.models import LeaseState, Request, ServerRef, Terms
 from ..slurm.cluster import Node
 from ..slurm.engine import CGROUP_V1, nest
 from ..slurm.images import QUICK, WantedImage, connector
+from ..slurm.job_spec import JobResources, resources_of
 from ..slurm.jobs import ENDS_BY_SLURM
 from ..slurm.scheduler import SlurmDelegate
 from .docker import GPUDockerSpawner
@@ -100,7 +101,11 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         help="""
         The cgroup for a server's container, with ``{node}``, ``{uid}`` and ``{job}`` filled in. The
         default is the cgroup of the server's Slurm job, so that the job's limits apply to the
-        container. Empty: the engine chooses, and only the environment's limits apply. Example::
+        container. Empty: the engine chooses, and only the environment's limits apply.
+
+        The job asks for the environment's memory and CPUs. In the job's cgroup a container never
+        gets more than its job, so that is the larger of guarantee and limit; if this is empty, it
+        is the guarantee, or else the limit. Example::
 
             c.GPUSlurmSpawner.job_cgroup = ""
         """,
@@ -131,11 +136,20 @@ class GPUSlurmSpawner(GPUDockerSpawner):
         return found
 
     def _ask(self, request: Request, terms: Terms) -> None:
-        """Additionally announce the server's image, so that nodes without it are not chosen."""
+        """Additionally announce the server's image, memory and CPUs, which its job goes by."""
         images: dict[ServerRef, WantedImage] = self.shared("gpuspawner_wanted_images", dict)
         pulls = self.pull_policy.lower() not in ("never", "skip")
         images[self.server_ref] = WantedImage(str(self.image), pulls)
         self.delegate.images.wanted = lambda ticket: images.get(ticket.server)
+        needs: dict[ServerRef, JobResources] = self.shared("gpuspawner_job_resources", dict)
+        needs[self.server_ref] = resources_of(
+            mem_guarantee=self.mem_guarantee,
+            mem_limit=self.mem_limit,
+            cpu_guarantee=self.cpu_guarantee,
+            cpu_limit=self.cpu_limit,
+            in_job=bool(self.job_cgroup),
+        )
+        self.delegate.resources = lambda ticket: needs.get(ticket.server, JobResources())
         super()._ask(request, terms)
 
     def engine_for(self, request: Request) -> str:

@@ -17,6 +17,7 @@ import pytest
 
 from gpuspawner.core.errors import TooMuchAsked
 from gpuspawner.core.units import MICRO
+from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.leases.models import Lease, Request, ServerRef, Sharing, Terms
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
@@ -24,10 +25,21 @@ from gpuspawner.slurm import accounts
 from gpuspawner.slurm.cluster import Cluster
 from tests.support.brokers import problems
 from tests.support.configured_cluster import ConfiguredCluster
+from tests.support.images import INSTANT
 from tests.support.processes import wait_for
 from tests.support.slurm_broker import asked, opened, until
+from tests.support.slurm_hub import SlurmHub
 
 MEMBERS = tuple(f"share{number}" for number in range(6))
+ROOMY = """  - slug: roomy
+    display_name: Roomy
+    image: {instant}
+    sharing: any
+    devices: {{default: 1, max: 8}}
+    mem_guarantee: 96M
+    mem_limit: 160M
+    cpu_guarantee: 1.5
+"""
 RATES = {"A100": 3600, "H100": 7200}
 """Credits an hour."""
 
@@ -144,3 +156,29 @@ def test_limit_counts_devices_and_shares_together(
     wait_for(lambda: cluster.run(*reason).strip() == "AssocGrpBilling", "the reason")
     cluster.run("scancel", *map(str, (*shares, fourth)))
     cluster.wait_state(whole, "RUNNING")
+
+
+def test_share_is_started_with_the_memory_and_cpus_of_its_environment(
+    hubs: None, cluster: ConfiguredCluster, described: Cluster, tmp_path: Path
+) -> None:
+    """The container is in the job's cgroup, so the job has as much as the container may use."""
+    environments = ROOMY.format(instant=INSTANT)
+    with SlurmHub(tmp_path / "hub", cluster, nodes=described, environments=environments) as hub:
+        share = hub.begin(MEMBERS[0], environment="roomy", gpus="share")
+        whole = hub.begin(MEMBERS[1], environment="instant", gpus=1)
+        assert (share.device_equivalents, whole.device_equivalents) == (Fraction(1, 4), 1)
+        assert share.devices[0].model != whole.devices[0].model
+        assert cluster.holder(share.ticket_id, "%b %C %m") == "gres:shard:1 2 160M"
+        (container,) = (
+            each
+            for each in hub.containers(hub.node_of(share))
+            if each["Labels"][LABEL_LEASE] == share.id
+        )
+        client = hub.node_of(share).engine.client
+        assert client.inspect_container(container["Id"])["HostConfig"]["Memory"] == 160 * 2**20
+        assert hub.get(MEMBERS[0], "devices").text.split() == ["/dev/nvidia0"]
+        # Without amounts of its own, an environment gets an equal part for each GPU.
+        cpus, megabytes = described.nodes[1].cpus, described.nodes[1].memory_bytes / 2**20
+        held = {f"gres:gpu:1 {cpus // n} {int(megabytes * 0.9 / n)}M" for n in (1, 2)}
+        assert cluster.holder(whole.ticket_id, "%b %C %m") in held
+        hub.stop_servers(MEMBERS[0], MEMBERS[1])

@@ -51,17 +51,20 @@ gpuspawner.add_services(c, url={url!r})
 class SlurmHub(HubProcess):
     """``with SlurmHub(folder, cluster) as hub``. Servers without a GPU are on the first node's
     engine, as if the hub were there too. ``shards``: of each device, 0 for none; ``samplers``:
-    where each node's is, by the node's name."""
+    where each node's is, by the node's name; ``nodes``: the cluster as the hub has it, if not as
+    usual."""
 
     def __init__(
         self, folder: Path, cluster: SlurmCluster, config: str = "", *, shards: int = 0,
-        samplers: Mapping[str, str] | None = None, environments: str = "", **kwargs: Any,
+        samplers: Mapping[str, str] | None = None, environments: str = "",
+        nodes: Cluster | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.cluster = cluster
         self.database_url = f"sqlite:///{folder}/gpuspawner.sqlite"
         file = folder / "cluster.yaml"
-        file.write_text(cluster_yaml(described(cluster, shards, samplers)), encoding="utf-8")
+        nodes = nodes or described(cluster, shards, samplers)
+        file.write_text(cluster_yaml(nodes), encoding="utf-8")
         (folder / "catalog.yaml").write_text(CATALOG + environments, encoding="utf-8")
         text = CONFIG.format(
             database_url=self.database_url,
