@@ -138,8 +138,8 @@ _SHARED_BY_SLURM = (
     "gpuspawner slurm config --shards A100=4."
 )
 _RESERVED_BY_SLURM = (
-    "c.GPUDevices.reserved does not apply to a cluster, whose nodes Slurm gives out. Remove it, and "
-    "reserve nodes in Slurm: scontrol create reservation."
+    "c.GPUDevices.reserved does not apply to a cluster, whose nodes Slurm gives out. Remove it, "
+    "and reserve nodes in Slurm: scontrol create reservation."
 )
 _BUDGET_OF_SLURM = (
     "c.GPUHost sets a budget of memory or CPU cores, but c.GPUSlurm.cluster_file names a cluster, "
