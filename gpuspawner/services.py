@@ -130,7 +130,8 @@ class Services(LoggingConfigurable):
         self.bulk_grants = BulkGrantService(store, now, self.ledger)
         self.exhaustion = ExhaustionService(store, now, settings.credits)
         self.reports = ReportService(store, now)
-        self.line = QueueState(settings.queue.make_scheduler())
+        budget = settings.host.read_budget()
+        self.line = QueueState(settings.queue.make_scheduler(budget), budget)
         self.delegation = DelegationService(
             store, now, self._delegate, line=self.line, devices=self.devices, log=self.log
         )
@@ -143,7 +144,7 @@ class Services(LoggingConfigurable):
             ledger=self.ledger,
             take_back=self.delegation.take_back,
             log=self.log,
-            budget=settings.host.read_budget(),
+            budget=budget,
         )
         self.sessions = SessionService(store, now, self.log)
         self.restarts = RestartService(store, now, self._delegate, self.log)

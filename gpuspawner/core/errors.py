@@ -46,14 +46,15 @@ class NoDeviceFree(Refused):
 
     reason = "no_device_free"
     status_code = 409
-    ways_on = ("queue", "cpu")
+    ways_on: tuple[str, ...] = ("queue", "cpu")
 
 
 class HostFull(NoDeviceFree):
-    """The machine has no memory or CPU left for this server. Try again when others have stopped
+    """This server needs {lacking}. Wait in the queue, or try again when others have stopped
     theirs."""
 
     reason = "host_full"
+    ways_on = ("queue",)
 
 
 class TooMuchAsked(Refused):

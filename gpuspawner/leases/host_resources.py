@@ -52,6 +52,18 @@ class HostAmount:
             math.ceil(self.memory_bytes * devices), math.ceil(self.milli_cpus * devices)
         )
 
+    def at_most(self, other: HostAmount) -> HostAmount:
+        """Return the smaller memory and the smaller CPU of both."""
+        return HostAmount(
+            min(self.memory_bytes, other.memory_bytes), min(self.milli_cpus, other.milli_cpus)
+        )
+
+    def at_least(self, other: HostAmount) -> HostAmount:
+        """Return the larger memory and the larger CPU of both."""
+        return HostAmount(
+            max(self.memory_bytes, other.memory_bytes), max(self.milli_cpus, other.milli_cpus)
+        )
+
     def less_than(self, asked: HostAmount) -> HostAmount:
         """Return the memory, the CPU or both of which more is asked for."""
         return HostAmount(

@@ -250,10 +250,7 @@ class LeaseService:
         free = 0 if has_devices else fleet.count_free(taken)
         left = self.budget.left(reserved, free, has_devices=has_devices)
         if not request.host.fits(left):
-            raise HostFull(
-                f"This server needs {request.host.lacking(left)}. Try again when others have "
-                "stopped theirs."
-            )
+            raise HostFull(lacking=request.host.lacking(left))
 
     def payer_now(self, connection: sa.Connection, name: str, now: datetime) -> Account:
         """Return the account, less everything its servers owe but were not charged yet."""

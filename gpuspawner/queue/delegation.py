@@ -264,7 +264,8 @@ class DelegationService:
     def _standing(self, ticket: Ticket) -> QueuePosition:
         turn = self._said.get(ticket.id)
         paused = self.line.paused
-        why = waits_for(ticket.request, self.line.free_for(ticket.request), paused)
+        request = ticket.request
+        why = waits_for(request, self.line.free_for(request), self.line.asked(request), paused)
         if turn is None or turn.over:
             reason = "" if paused else self._other().why_not_yet(ticket) or self._trouble(ticket)
             why = f"{why} ({reason or 'about to be handed over'})"

@@ -66,6 +66,7 @@ class DrainService:
             planned=PLANNED,
             likely_ends=self.line.drained(),
             yielded=self.line.supply.yielded,
+            host=self.line.host_use,
         )
         return dict(decision.latest) | dict.fromkeys(decision.starts, now.timestamp())
 

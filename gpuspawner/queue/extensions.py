@@ -19,6 +19,7 @@ from ..db.clock import Timekeeper
 from ..db.engine import Store
 from ..devices.closures import Closure
 from ..leases import repository as leases_repository
+from ..leases.host_resources import NOTHING, HostAmount
 from ..leases.models import Lease, LeaseState
 from ..leases.service import LeaseService
 from ..leases.sessions import format_session_end, is_over, note_lease, session_end_of
@@ -27,6 +28,7 @@ from ..ledger import rules as ledger_rules
 from ..ledger.credit_policy import SESSION
 from ..ledger.settings import GPUCredits
 from .delegation import DelegationService
+from .host_admission import HostUse
 from .kinds import NO_KIND, count_kinds, subtract, taken_of
 from .models import Decision, QueueLimits, RunningLease, WaitingTicket
 from .positions import PositionService
@@ -47,11 +49,14 @@ def delayed(
     now: float,
     free: Mapping[str, DeviceCount],
     drained: Mapping[str, float] = MappingProxyType({}),
+    host: HostUse | None = None,
+    reserved: HostAmount = NOTHING,
 ) -> list[WaitingTicket]:
     """Return the tickets that would start later if the lease continued until ``ends_at``.
 
     Times are in seconds since 1970; ``free`` counts devices by kind; ``drained`` are the leases
-    whose devices nobody gets next, each with infinity. A ticket without a planned
+    whose devices nobody gets next, each with infinity; ``host`` is what is used of it, and
+    ``reserved`` what the lease has of that. A ticket without a planned
     start that could use these devices may well start later, and is included. Tickets of the lease's
     own member are not: that is their choice. The scheduler is left unchanged.
     """
@@ -61,7 +66,7 @@ def delayed(
     if not others or lease is None:
         return others  # for devices that this process does not know, nobody can say
     decide = partial(
-        scheduler.decide, now, free, planned=PLANNED, reasons=True, likely_ends=drained
+        scheduler.decide, now, free, planned=PLANNED, reasons=True, likely_ends=drained, host=host
     )
     before = decide()
     scheduler.extended(lease_id, ends_at)
@@ -71,7 +76,12 @@ def delayed(
         scheduler.extended(lease_id, lease.ends_at)
     started = ((kind, scheduler.waiting[name].devices) for name, kind in after.on.items())
     left = subtract(free, count_kinds((kind, taken_of(kind, each)) for kind, each in started))
-    return [ticket for ticket in others if _starts_later(ticket, lease, before, after, left)]
+    return [
+        ticket
+        for ticket in others
+        if (reserved and ticket.id in before.waits_for_host)
+        or _starts_later(ticket, lease, before, after, left)
+    ]
 
 
 def too_many_hours(
@@ -209,7 +219,16 @@ class ExtensionService:
         groups = [x for x in running if extended.group and x.group == extended.group]
         limits = zip((mine, groups), self.settings.limits_of(extended.group), strict=True)
         free = self.line.supply.grantable
-        late = delayed(self.line.scheduler, extended.id, end, at, free, self.line.drained())
+        late = delayed(
+            self.line.scheduler,
+            extended.id,
+            end,
+            at,
+            free,
+            self.line.drained(),
+            host=self.line.host_use,
+            reserved=extended.host if self.line.budget is not None else NOTHING,
+        )
         reasons = [
             drained(extended, self.line.closed),
             *(too_many_hours(some, extended, end, at, limit) for some, limit in limits),

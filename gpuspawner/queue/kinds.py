@@ -26,6 +26,9 @@ from ..leases.models import LeasedDevice
 NO_KIND = ""
 """The kind of a request for which there is no device now."""
 
+CPU_ONLY = "no device"
+"""The kind of a request for no device, which waits for memory or CPU of the host."""
+
 _KIND = re.compile(
     r"(?P<model>.*?)/(?P<memory>\d+)(?P<reserved>#(?P<groups>[^/#*@+]+)(?P<lent>\+)?)?"
     r"(?:\*(?P<slots>\d+)(?P<device>@.*)?)?",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..core.units import DeviceCount, format_devices
+from ..leases.host_resources import HostAmount
 from .models import HOUR, QueueLimits, RunningLease
 
 
@@ -53,6 +54,8 @@ class LimitedRequests:
     checked_at: float = 0.0
     refusal: str = ""
     """The limit that keeps them waiting, as of the check."""
+    host: HostAmount | None = None
+    """What each of them is guaranteed of the host's memory and CPU; None for nothing."""
     refused_for_a_while: bool = False
     """True if the passing of time alone may change the refusal."""
 

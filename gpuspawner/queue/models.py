@@ -17,6 +17,7 @@ from typing import Protocol
 
 from ..core.units import DeviceCount
 from ..devices.models import Inventory, MachineScheduler
+from ..leases.host_resources import NOTHING, HostAmount
 from ..leases.models import Request, ServerRef
 
 
@@ -39,7 +40,10 @@ class WaitingTicket:
     group: str = ""
     """The group whose share and limits it counts against besides the member's; "" is none."""
     devices: DeviceCount
-    """How many devices at once, at least 1; or the part of one that is the smallest slot."""
+    """How many devices at once, or the part of one that is the smallest slot.
+
+    0 if it only waits for memory or CPU of the host; its kind is :data:`kinds.CPU_ONLY`.
+    """
     kinds: frozenset[str]
     """Kinds that fit; never empty."""
     smallest: bool = False
@@ -55,6 +59,8 @@ class WaitingTicket:
     """A position set by an admin: such tickets go first, the smallest number first."""
     last: bool = False
     """Behind everybody else, after a second no-show."""
+    host: HostAmount = NOTHING
+    """What it is guaranteed of the host's memory and CPU, if these have a budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +153,14 @@ class Decision:
     """
     held_back: Mapping[str, str] = field(default_factory=dict)
     """Tickets that a limit keeps waiting, with that limit in words."""
+    waits_for_host: Mapping[str, str] = field(default_factory=dict)
+    """Tickets for which the host lacks memory or CPU, with how much: ``8 CPU cores (2 free)``."""
     on: Mapping[str, str] = field(default_factory=dict)
     """The kind of devices that each start gets."""
     left: Mapping[str, DeviceCount] = field(default_factory=dict)
     """Devices that no start of now gets, by kind."""
+    host_left: HostAmount | None = None
+    """What no start of now gets of the host's memory and CPU; None if these have no budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +243,11 @@ class QueuePolicy:
     """Similar requests of one member, at most this far apart, are estimated together."""
     batch_tickets: int = 20
     """The most tickets that are estimated together."""
+    host_patience_seconds: float = 600.0
+    """For how long others go first while a ticket waits for memory or CPU of the host alone.
+
+    Then what becomes free of them is kept for it, and so are its devices.
+    """
 
     def __post_init__(self) -> None:
         whole = {"samples", "batch_tickets"}

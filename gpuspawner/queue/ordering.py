@@ -24,10 +24,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..core.units import DeviceCount
-from .kinds import gathers_slots
+from .kinds import CPU_ONLY, gathers_slots
 from .limits import LimitedRequests, Limiter
 from .models import HOUR, Priority, QueuePolicy, ScorePart, WaitingTicket
 from .session_lengths import ExpectedLength, SessionLengths, SimilarSessions
+
+_CPU_ONLY = frozenset({CPU_ONLY})
 
 _FARTHEST = 256.0
 """How many half-lives from the reference time until that is moved."""
@@ -128,7 +130,7 @@ class Points:
         """Return the points of a request for devices that is expected to cost ``cost`` seconds."""
         policy = self._policy
         gpu_hours = devices * cost / HOUR
-        size = math.log2(policy.level_gpu_hours / gpu_hours)
+        size = math.log2(policy.level_gpu_hours / gpu_hours) if devices else 0.0
         member_used = member_points = group_used = group_points = 0.0
         if member:
             member_used = self._members.of(member, now)
@@ -386,7 +388,7 @@ class Book:
         self.waiting: Mapping[str, WaitingTicket] = MappingProxyType(self.tickets)
         self.line = OrderedBatches(policy.waiting_point_seconds)
         self.limited: dict[TicketBatch, None] = {}
-        """Batches that a limit may keep waiting."""
+        """Batches that a limit, or the host's memory and CPU, may keep waiting."""
         self.by_age: dict[frozenset[str], list[tuple[float, str]]] = {}
         """Tickets by the kinds that fit, oldest first."""
         self._batches: dict[str, TicketBatch] = {}
@@ -397,6 +399,11 @@ class Book:
         self._looks: list[tuple[float, int, TicketBatch]] = []
         """When each batch is recalculated; a heap."""
         self._stale: list[TicketBatch] = []
+
+    @property
+    def has_cpu_only(self) -> bool:
+        """True if a ticket waits that needs no device."""
+        return _CPU_ONLY in self.by_age
 
     def batch(self, ticket_id: str) -> TicketBatch:
         """Return the batch of a waiting ticket."""
@@ -417,7 +424,7 @@ class Book:
             self.look(batch, now)
         else:
             self.line.put(batch, now)
-        if batch.parties:
+        if batch.parties or batch.host:
             self.limited[batch] = None
 
     def remove(self, ticket_id: str, now: float) -> TicketBatch:
@@ -491,6 +498,7 @@ class Book:
             ticket.boost,
             ticket.position,
             ticket.last,
+            ticket.host,
         )
         batch = self._open.get(terms)
         if (
@@ -508,8 +516,9 @@ class Book:
             self.shapes[alike_in] = shape
         alike = self._lengths.alike(ticket.member, ticket.group, ticket.devices)
         batch = TicketBatch(
-            parties=self._limiter.of(ticket.member, ticket.group),
+            parties=self._limiter.of(ticket.member, ticket.group) if ticket.devices else (),
             devices=ticket.devices,
+            host=ticket.host or None,
             ticket=ticket,
             terms=terms,
             shape=shape,

@@ -22,6 +22,7 @@ from ..devices.placement import must_run
 from ..devices.service import DeviceService
 from ..devices.snapshots import InventorySnapshot, credit_ends
 from ..leases import repository as leases_repository
+from ..leases.host_resources import NOTHING
 from ..leases.models import YIELD_SECONDS, Request
 from ..ledger import repository as ledger_repository
 from ..ledger.settings import GPUCredits
@@ -112,6 +113,8 @@ class Outlook:
     latest: datetime | None = None
     place: int = 0
     """Its position in the queue; 0 if it would not wait, or if that is not known."""
+    lacking: str = ""
+    """What the host lacks for it: ``32.0 GB of memory (8.0 GB free)``."""
 
     def start(self, now: datetime, show: Show = zoned) -> str:
         """Format the expected start, as :meth:`QueuePosition.start` does for a ticket."""
@@ -219,7 +222,7 @@ class PositionService:
 
         None in a long queue, where it takes a while: :meth:`store_estimates` adds it then.
         """
-        if self.delegation.delegate is not None or self.line.paused:
+        if self.delegation.delegate is not None or self.line.paused or not ticket.request.devices:
             return None
         if not self.line.synced or len(self.line.tickets) > TRIED:
             return None
@@ -242,7 +245,7 @@ class PositionService:
 
     def could_start(self, ticket: Ticket) -> bool:
         """Return True if suitable devices were free at the last look, so it may be its turn."""
-        return self.line.free_for(ticket.request) > 0
+        return not ticket.request.devices or self.line.free_for(ticket.request) > 0
 
     def outlooks(
         self,
@@ -302,23 +305,28 @@ class PositionService:
         if self.clock.version != self.line.clock_version:
             self.line.clock_version = self.clock.version
             if self.line.synced:
-                self.line.begin_anew(self.settings.make_scheduler())
+                self.line.begin_anew(self.settings.make_scheduler(self.line.budget))
         elif look.fleet.differs_in_reservations(self.line.supply.fleet):
-            self.line.begin_anew(self.settings.make_scheduler())  # leases are of other kinds now
+            # Leases are of other kinds now.
+            self.line.begin_anew(self.settings.make_scheduler(self.line.budget))
         self.store.run(lambda connection: self.line.sync(connection, look, now))
         return look
 
     def decide(self, planned: int = 0) -> Decision:
-        """Return the scheduler's decision; nobody starts while granting is paused.
+        """Return the scheduler's decision; nobody gets a device while granting is paused.
 
         ``planned``: for how many tickets the planned start is wanted; if any, also why others are
         held back.
         """
         self.sync()
-        if self.line.paused:
-            return Decision()
         now = self.clock().timestamp()
-        return self._decision(now, planned)
+        if not self.line.paused:
+            return self._decision(now, planned)
+        if self.line.budget is None:
+            return Decision()
+        host, reasons = self.line.host_use, planned > 0
+        decision = self.line.scheduler.decide(now, {}, reasons=reasons, host=host)
+        return replace(decision, planned={}, held_back={})
 
     # Helpers.
 
@@ -330,6 +338,7 @@ class PositionService:
             reasons=planned > 0,
             likely_ends=self._ends(now) if planned else {},
             yielded=self.line.supply.yielded,
+            host=self.line.host_use,
         )
 
     def _is_yielded(self, ticket_id: str, decision: Decision) -> bool:
@@ -363,8 +372,9 @@ class PositionService:
         found = {}
 
         @cache
-        def why(request: Request, user: str, held_back: str) -> str:
-            text = waits_for(request, self.line.free_for(request, user), self.line.paused)
+        def why(request: Request, user: str, held_back: str, host: str) -> str:
+            free, asked = self.line.free_for(request, user), self.line.asked(request)
+            text = waits_for(request, free, asked, self.line.paused, host)
             return f"{text} ({held_back})" if held_back else text
 
         estimates = self._estimates(waiting, decision, now)
@@ -374,12 +384,14 @@ class PositionService:
                 latest, note = now + YIELD_SECONDS, "preemptible runs are making room"
             # Only for slots the member matters: one answer serves all other requests.
             user = ticket.server.user if self.line.is_for_slot(ticket.request) else ""
+            host = decision.waits_for_host.get(ticket.id, "")
+            planned = None if host else decision.planned.get(ticket.id)
             found[ticket.id] = QueuePosition(
                 place=place,
                 of=len(waiting),
-                why=why(ticket.request, user, note),
+                why=why(ticket.request, user, note, host),
                 estimate=estimates.get(ticket.id),
-                planned=_moment_or_none(decision.planned.get(ticket.id)),
+                planned=_moment_or_none(planned),
                 latest=_moment_or_none(latest),
             )
         return found
@@ -390,7 +402,7 @@ class PositionService:
         decision: Decision,
         now: float,
     ) -> dict[str, Estimate]:
-        """Return when tickets will probably start; a ticket that a limit holds back has none.
+        """Return when tickets will probably start; one that a limit or the host holds has none.
 
         By the stored estimates, which all processes show alike, and by our own for tickets without.
         """
@@ -409,7 +421,8 @@ class PositionService:
         for ticket in waiting:
             known = stored.get(ticket.id)
             estimate = known.estimate if known else own.get(ticket.id)
-            if estimate is not None and ticket.id not in decision.held_back:
+            is_held = ticket.id in decision.held_back or ticket.id in decision.waits_for_host
+            if estimate is not None and not is_held:
                 found[ticket.id] = _within(estimate, now, decision.latest.get(ticket.id))
         return found
 
@@ -427,7 +440,10 @@ class PositionService:
             # Release the lock in between: a new request need not wait for all of them.
             with self.line.lock:
                 for ticket in waiting[start : start + AT_ONCE]:
-                    if waits := self.line.scheduler.waiting.get(ticket.id):
+                    waits = self.line.scheduler.waiting.get(ticket.id)
+                    if waits and not waits.devices:
+                        found[ticket.id] = None
+                    elif waits:
                         devices, most = ahead.of(waits), decision.latest.get(ticket.id)
                         if only is None or ticket.id in only:
                             found[ticket.id] = self.line.estimator.estimate(
@@ -471,18 +487,25 @@ class PositionService:
         self, newcomer: Newcomer, asked: Mapping[frozenset[str], DeviceCount], now: float
     ) -> Outlook:
         request, member, groups, seconds = newcomer
-        if not request.devices or not self.line.kinds(request):
-            return Outlook(free=0, total=0, at_once=not request.devices)
+        if not self.line.kinds(request):
+            return Outlook(free=0, total=0, at_once=False)
+        host_left = self.line.host_left(request)
+        lacking = "" if host_left is None else request.host.lacking(host_left)
+        # For memory and CPU cores, a request may have to wait behind any other.
+        is_first = host_left is None or not (request.host and self.line.tickets)
+        if not request.devices and is_first:
+            return Outlook(free=0, total=0, at_once=not lacking, lacking=lacking)
         kinds = self.line.kinds(request, member)
         supply = self.line.supply
         free = self.line.count_for(request, supply.free, member)
         total = self.line.count_for(request, supply.usable)
         ahead = sum(count for others, count in asked.items() if not kinds.isdisjoint(others))
-        if self.line.paused:
+        if self.line.paused and request.devices:
             return Outlook(free, total, at_once=False, ahead=ahead)
-        if not ahead and self.line.has_enough(request, supply.free, member):
+        is_first = is_first and not ahead and not lacking
+        if is_first and self.line.has_enough(request, supply.free, member):
             return Outlook(free, total, at_once=True)
-        if not ahead and self.line.has_enough(request, supply.grantable, member):
+        if is_first and self.line.has_enough(request, supply.grantable, member):
             return Outlook(free, total, at_once=False, latest=at_second(now + YIELD_SECONDS))
         if self.delegation.delegate is not None:  # its order is not ours
             return Outlook(free, total, at_once=False, ahead=ahead)
@@ -497,6 +520,7 @@ class PositionService:
             smallest=request.smallest,
             asked_at=now,
             seconds=seconds,
+            host=NOTHING if host_left is None else request.host,
         )
         decision, before, place = Decision(), ahead, 0
         if len(self.line.tickets) <= TRIED:
@@ -506,17 +530,21 @@ class PositionService:
         latest = decision.latest.get(NEWCOMER)
         if is_yielded := self._is_yielded(NEWCOMER, decision):
             latest = now + YIELD_SECONDS
-        estimate = self.line.estimator.guess(waiting, now, before, latest)
-        at_once = NEWCOMER in decision.starts and not is_yielded
+        lacking = decision.waits_for_host.get(NEWCOMER, lacking)
+        estimate = None
+        if request.devices and not lacking and NEWCOMER not in decision.held_back:
+            estimate = self.line.estimator.guess(waiting, now, before, latest)
+        at_once = NEWCOMER in decision.starts and not is_yielded and not lacking
         return Outlook(
             free,
             total,
             at_once=at_once,
             ahead=ahead,
-            estimate=None if NEWCOMER in decision.held_back else estimate,
-            planned=_moment_or_none(decision.planned.get(NEWCOMER)),
+            estimate=estimate,
+            planned=None if lacking else _moment_or_none(decision.planned.get(NEWCOMER)),
             latest=_moment_or_none(latest),
             place=0 if at_once else place,
+            lacking=lacking,
         )
 
     def _try(self, newcomer: WaitingTicket, now: float) -> tuple[Decision, DeviceCount, int]:

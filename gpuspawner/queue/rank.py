@@ -126,11 +126,24 @@ def expected_start(
     return (text + ", by " if text else "by ") + show(max(latest, now), now) + " at the latest"
 
 
-def waits_for(request: Request, free: DeviceCount, paused: Closure | None) -> str:
+def waits_for(
+    request: Request,
+    free: DeviceCount,
+    asked: DeviceCount,
+    paused: Closure | None,
+    host: str = "",
+) -> str:
     """Describe what a request waits for: ``2 GPUs with 40 GB; 1 is free``.
 
-    ``paused`` is why nothing is granted at the moment, if that is so.
+    Args:
+        request: What was asked for.
+        free: How many suitable devices could be granted now.
+        asked: How many of them the request counts as.
+        paused: Why no device is granted at the moment, if that is so.
+        host: What the host lacks: ``32.0 GB of memory (8.0 GB free)``; alone if devices are free.
     """
+    if not request.devices:
+        return host or "its turn"
     if paused:
         return f"new GPU sessions to resume ({paused.reason or 'maintenance'})"
     count = request.devices
@@ -141,6 +154,8 @@ def waits_for(request: Request, free: DeviceCount, paused: Closure | None) -> st
         text += f" of model {request.model}"
     if request.memory_bytes:
         text += f" with {format_memory(request.memory_bytes)}"
+    if host:
+        return host if free >= asked else f"{text}, and for {host}"
     if not free:
         return f"{text}; none is free"
     return f"{text}; {format_devices(free)} {'is' if free <= 1 else 'are'} free"

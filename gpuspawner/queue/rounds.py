@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..core.units import DeviceCount
+from .host_admission import HostAdmission
 from .kinds import Preference, kind_preference, taken_of
 from .limits import Limiter
 from .models import QueuePolicy
@@ -279,11 +280,16 @@ class Round:
 
     def start(self, ticket_id: str, shape: Shape, seconds: float, which: int) -> None:
         """Give a ticket its devices; ``which`` is the room that was found to be enough."""
+        kind, devices = self.hold(shape, seconds, which)
+        self.on[ticket_id] = kind
+        self._starts.setdefault(kind, []).append((self.now + seconds, ticket_id, devices))
+
+    def hold(self, shape: Shape, seconds: float, which: int) -> tuple[str, DeviceCount]:
+        """Take the devices of a ticket out of the round; return their kind and how many."""
         kind = shape.kinds[0]
         if len(shape.kinds) > 1:
             kind = self._best_kind(shape, seconds, which)
         devices = taken_of(kind, shape.devices)
-        self.on[ticket_id] = kind
         kept = self._kept.get(kind)
         if kept is not None:
             in_doubt = kept.no_guess and which & GUESS
@@ -292,8 +298,8 @@ class Round:
         self.left[kind] -= devices
         if not self.left[kind]:
             del self.left[kind]
-        self._starts.setdefault(kind, []).append((self.now + seconds, ticket_id, devices))
         self.version = next(_VERSIONS)
+        return kind, devices
 
     def _best_kind(self, shape: Shape, seconds: float, which: int) -> str:
         """Return the kind to take: not one that others wait for, if the ticket fits elsewhere.
@@ -416,9 +422,12 @@ class Walk:
     first of a shape that finds no devices left at all, which gets a planned start.
     """
 
-    def __init__(self, book: Book, limiter: Limiter, round_: Round) -> None:
+    def __init__(
+        self, book: Book, limiter: Limiter, round_: Round, host: HostAdmission | None = None
+    ) -> None:
         self._book = book
         self._limiter = limiter
+        self._host = host
         self._round = round_
         self._now = round_.now
         self._shapes: list[Shape] = []
@@ -434,6 +443,8 @@ class Walk:
         if self._book.line.entries[0][0] == POSITION:
             self._line(POSITION, POSITION)
             first = POSITION + 1
+        if self._host is not None:
+            self._keep_for_host(self._host)
         for ticket_id in aged:
             batch = self._book.batch(ticket_id)
             if self._round.left and not self._limiter.refusal(batch, self._now):
@@ -483,7 +494,7 @@ class Walk:
                 if batch.entry < entry:
                     heappush(self._heads, (batch.entry, None))
                 return
-        if entry[3] in self._round.on or self._limiter.refusal(batch, self._now):
+        if entry[3] in self._round.on or self._is_refused(entry[3], batch, is_noted=room >= 0.0):
             return
         if self._offer(entry[3], batch, batch.which, because_of_age=False):
             behind = batch.behind(entry[3], self._now)
@@ -492,7 +503,7 @@ class Walk:
 
     def _point(self, shape: Shape, after: Entry | tuple[int]) -> None:
         """Point to the first ticket of a shape behind ``after`` that may get something."""
-        round_, now = self._round, self._now
+        round_ = self._round
         if shape.seen != round_.version:
             round_.measure(shape)
         rooms = shape.rooms
@@ -500,7 +511,7 @@ class Walk:
         shape.head = None
         if considered and max(rooms) < 0.0:
             return
-        entries, refusal = shape.entries, self._limiter.refusal
+        entries = shape.entries
         for place in range(bisect_right(entries, after), len(entries)):
             entry = entries[place]
             if entry[0] > self._section:
@@ -510,10 +521,41 @@ class Walk:
             if room < batch.seconds and (room >= 0.0 or considered):
                 shape.passed = shape.passed or not considered
                 continue
-            if batch.parties and refusal(batch, now):
+            if (batch.parties or batch.host) and self._is_refused(
+                entry[3], batch, is_noted=room >= batch.seconds
+            ):
                 continue
             shape.head = entry
             heappush(self._heads, (entry, shape))
+            return
+
+    def _is_refused(self, ticket_id: str, batch: TicketBatch, *, is_noted: bool) -> bool:
+        """Return True if a limit keeps a ticket waiting, or the host has too little left for it.
+
+        ``is_noted``: remember since when it is the host alone, for the ticket finds its devices.
+        """
+        if self._limiter.refusal(batch, self._now):
+            return True
+        return self._lacks_host(ticket_id, batch, is_noted=is_noted)
+
+    def _lacks_host(self, ticket_id: str, batch: TicketBatch, *, is_noted: bool = True) -> bool:
+        if self._host is None or not batch.host or self._host.fits(batch):
+            return False
+        if is_noted:
+            self._host.note(ticket_id, self._now)
+        return True
+
+    def _keep_for_host(self, host: HostAdmission) -> None:
+        """Serve the first ticket that has waited too long for the host, or keep all it needs."""
+        for ticket_id in host.in_need(self._now):
+            batch, round_ = self._book.batch(ticket_id), self._round
+            if ticket_id in round_.on or self._limiter.refusal(batch, self._now):
+                continue
+            if host.fits(batch) or round_.room(batch) < batch.seconds:
+                self._offer(ticket_id, batch, batch.which, because_of_age=True)
+                continue
+            host.keep_for(batch)
+            round_.hold(batch.shape, batch.seconds, batch.which)
             return
 
     def _less_is_left(self, here: Entry, but: Shape | None) -> None:
@@ -531,9 +573,13 @@ class Walk:
         if shape.seen != round_.version:
             round_.measure(shape)
         if shape.rooms[which] >= batch.seconds:
+            if self._lacks_host(ticket_id, batch):
+                return False
             round_.start(ticket_id, shape, batch.seconds, which)
             self.starts.append(ticket_id)
             self._limiter.take(batch, batch.seconds)
+            if self._host is not None:
+                self._host.take(batch)
             return True
         if shape.rooms[which] < 0.0:
             # A guess that a session is short is wrong often enough that many slots never become

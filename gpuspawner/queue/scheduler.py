@@ -9,7 +9,9 @@ from itertools import chain
 from types import MappingProxyType
 
 from ..core.units import DeviceCount
-from .kinds import gathers_slots, taken_of
+from ..leases.host_resources import HostBudget
+from .host_admission import HostAdmission, HostUse
+from .kinds import CPU_ONLY, gathers_slots, taken_of
 from .limits import Limiter
 from .models import (
     HOUR,
@@ -55,8 +57,11 @@ class Scheduler:
         group_weights: Mapping[str, float] | None = None,
         member_limits: QueueLimits | None = None,
         group_limits: Mapping[str, QueueLimits] | None = None,
+        host: HostBudget | None = None,
     ) -> None:
         self.policy = policy or QueuePolicy()
+        patience = self.policy.host_patience_seconds
+        self._host = HostAdmission(host, patience) if host else None
         self._points = Points(self.policy, group_weights or {})
         self._limiter = Limiter(member_limits or QueueLimits(), group_limits or {})
         self._lengths = SessionLengths(self.policy.default_seconds, self.policy.samples)
@@ -94,6 +99,8 @@ class Scheduler:
         """Remove a ticket; an unknown ticket is no error."""
         if ticket_id in self.waiting:
             self._book.remove(ticket_id, self._latest)
+            if self._host is not None:
+                self._host.forget(ticket_id)
 
     def started(self, lease: RunningLease) -> None:
         """Record that a lease began; its ticket, if it had one, leaves the queue."""
@@ -106,6 +113,8 @@ class Scheduler:
         number = alike.asked
         if ticket is not None:
             batch = self._book.remove(ticket.id, at)
+            if self._host is not None:
+                self._host.forget(ticket.id)
             aged, seconds = self._aged.due(ticket.asked_at, at), batch.seconds
         if batch is not None and batch.alike is alike:
             number = batch.number
@@ -171,34 +180,50 @@ class Scheduler:
         reasons: bool = False,
         likely_ends: Mapping[str, float] = MappingProxyType({}),
         yielded: Mapping[str, DeviceCount] = MappingProxyType({}),
+        host: HostUse | None = None,
     ) -> Decision:
-        """Decide who starts now on the ``free`` devices (by kind). Changes nothing.
+        """Decide who starts now on the ``free`` devices (by kind). Starts nothing.
 
         Planned are the starts that those of now depend on, and, for people to know, the starts of
         the next ``planned`` tickets; with ``reasons`` also which tickets a limit keeps waiting.
         ``likely_ends`` are of leases that will probably end earlier than they have to; infinity
         for one whose devices are not given to anybody else. Of ``free``, those that still have to
-        be ``yielded`` are taken last.
+        be ``yielded`` are taken last. ``host`` is what is used of its memory and CPU, if these have
+        a budget.
         """
+        if self._host is not None:
+            self._host.begin(host or HostUse())
         if not self.waiting:
-            return Decision(left=dict(free))
+            return Decision(left=dict(free), host_left=self._host.left if self._host else None)
+        if self._book.has_cpu_only:
+            free = {**free, CPU_ONLY: 1}  # and no such ticket takes a part of it
         self._latest = now
         self._book.bring_up_to_date(now)
         if planned > 0 or self._limiter.any:
             self._guess_again(now)
         round_ = Round(now, free, self._capacity, self._releases, self._guess_again, yielded)
-        walk = Walk(self._book, self._limiter, round_)
+        walk = Walk(self._book, self._limiter, round_, self._host)
         aged = self._first_by_age(now)
         walk.run(aged)
-        left = dict(round_.left)
+        left = {kind: count for kind, count in round_.left.items() if kind != CPU_ONLY}
         latest: dict[str, float] = {}
         if planned > 0:
             self._plan(round_, now, self._in_order(now, aged), planned, likely_ends)
             keys = self._in_order(now, aged)
             latest = self._latest_starts(round_, now, keys, planned, likely_ends)
         held_back = self._held_back(round_.on, now) if reasons else {}
+        waits_for_host = self._wait_for_host(round_.on, held_back) if reasons else {}
         self._limiter.give_back()
-        return Decision(tuple(walk.starts), round_.planned, latest, held_back, round_.on, left)
+        return Decision(
+            starts=tuple(walk.starts),
+            planned=round_.planned,
+            latest=latest,
+            held_back=held_back,
+            waits_for_host=waits_for_host,
+            on=round_.on,
+            left=left,
+            host_left=self._host.left if self._host else None,
+        )
 
     def order(self, now: float) -> list[RankedTicket]:
         """Return all waiting tickets, first next, each with the parts of its score."""
@@ -248,6 +273,25 @@ class Scheduler:
             if ticket_id not in starting
         }
 
+    def _wait_for_host(
+        self, starting: Mapping[str, str], held_back: Mapping[str, str]
+    ) -> dict[str, str]:
+        if self._host is None:
+            return {}
+        return {
+            ticket_id: lacking
+            for batch in self._book.limited
+            if batch.host and (lacking := self._host.lacking(batch))
+            for _, ticket_id in batch.tickets
+            if ticket_id not in starting and ticket_id not in held_back
+        }
+
+    def _has_to_wait(self, batch: TicketBatch, now: float) -> bool:
+        """Return True if a limit or the host keeps the tickets of a batch waiting."""
+        if self._host is not None and batch.host and not self._host.fits(batch):
+            return True
+        return bool(self._limiter.refusal(batch, now))
+
     def _ends(self, lease: RunningLease, at: float) -> None:
         self._releases.put(lease.id, lease.held, at, guess=lease.ends_at is None)
         self._limiter.put(lease, at)
@@ -294,7 +338,7 @@ class Scheduler:
             plans[kind] = ReleasePlan(now, round_.left.get(kind, 0), ends)
         for key in keys:
             batch = self._book.batch(key[3])
-            if key[3] in round_.on or self._limiter.refusal(batch, now):
+            if key[3] in round_.on or self._has_to_wait(batch, now):
                 continue
             if most <= 0:
                 break
@@ -350,7 +394,9 @@ class Scheduler:
             ticket = self.waiting[key[3]]
             if ticket.id in round_.on:
                 continue
-            is_held_back = bool(self._limiter.refusal(self._book.batch(ticket.id), now))
+            # Nobody can say when others return memory and CPU of the host.
+            batch = self._book.batch(ticket.id)
+            is_held_back = bool(batch.host) or self._has_to_wait(batch, now)
             is_gathered = ticket.devices > 1 or gathers_slots(ticket.devices, ticket.kinds)
             if len(found) >= most or is_held_back or (is_gathered and not is_sure):
                 break

@@ -19,6 +19,7 @@ import sqlalchemy as sa
 
 from ..core.errors import (
     GrantingPaused,
+    HostFull,
     InvalidRequest,
     NoDeviceFree,
     Refused,
@@ -36,6 +37,7 @@ from ..devices.placement import asks_for, must_run, texts
 from ..devices.reservations import preference
 from ..devices.snapshots import InventorySnapshot
 from ..leases import repository as leases_repository
+from ..leases.host_resources import NOTHING, HostAmount
 from ..leases.models import YIELD_SECONDS, Lease, LeaseKind, Request, ServerRef, Slot, Terms
 from ..leases.service import LeaseService, require_seen
 from ..ledger import rules as ledger_rules
@@ -141,14 +143,17 @@ class QueueService:
             group=group,
             terms=terms,
         )
-        if free:
+        self.leases.require_budget(request)
+        if free and not (self.leases.budget and request.host):
             return grant()
-        if terms.preemptible:
+        if terms.preemptible and not free:
             return self._grant_spare(server, request, grant)
         new_ticket = partial(self._ticket, server, request, engine, account, terms)
         if self.delegation.delegate is not None:
             return self._ask_there(new_ticket(), wait=terms.wait)
         with self.line.lock:
+            if free:
+                return self._ask_without_device(new_ticket(), grant, wait=terms.wait)
             if self._nobody_is_before(terms) or self._has_kept(server, request):
                 try:
                     return grant()
@@ -156,7 +161,9 @@ class QueueService:
                     if not terms.wait:
                         raise
                 except NoDeviceFree as error:
-                    if not (terms.wait or self._would_get_yielded(server, request)):
+                    yields = not isinstance(error, HostFull)
+                    yields = yields and self._would_get_yielded(server, request)
+                    if not (terms.wait or yields):
                         raise self._with_start(error, server, request, terms) from None
             elif not terms.wait:
                 try:
@@ -180,6 +187,7 @@ class QueueService:
                 "Only a run with a GPU can be preemptible: this one asks for none.",
                 field="preemptible",
             )
+        self.leases.require_budget(request)
         if free:
             return
         if terms.preemptible and self.delegation.delegate is not None:
@@ -258,29 +266,41 @@ class QueueService:
         return sorted(kinds, key=rank)
 
     def _make_room(self, starts: list[str], decision: Decision) -> list[str]:
-        """Return the starts whose devices are free; for the others, preemptible runs yield."""
+        """Return the starts that find all they need; for the others, preemptible runs yield."""
         free, missing = dict(self.line.supply.free), dict[str, DeviceCount]()
+        reserved, lacking = NOTHING, NOTHING
         ready = []
         for ticket_id in starts:
-            kind = decision.on[ticket_id]
-            devices = taken_of(kind, self.line.asked(self.line.tickets[ticket_id].request))
-            if free.get(kind, 0) >= devices:
-                free[kind] -= devices
+            request, kind = self.line.tickets[ticket_id].request, decision.on[ticket_id]
+            devices = taken_of(kind, self.line.asked(request))
+            left = self.line.host_left(request)
+            is_room = left is None or request.host.fits(left - reserved)
+            if is_room and free.get(kind, 0) >= devices:
+                free[kind] = free.get(kind, 0) - devices
+                reserved += request.host
                 ready.append(ticket_id)
-            else:
+                continue
+            if free.get(kind, 0) < devices:
                 missing[kind] = missing.get(kind, 0) + devices
-        if missing := subtract(missing, free):
-            self._let_yield(missing)
+            if left is not None and not is_room:
+                lacking = (lacking + request.host - (left - reserved)).at_least(NOTHING)
+        missing = subtract(missing, free)
+        if missing or lacking:
+            self._let_yield(missing, lacking)
         return ready
 
-    def _let_yield(self, missing: Mapping[str, DeviceCount]) -> None:
-        """Have preemptible runs yield this many devices, by kind: the youngest, who lose least."""
+    def _let_yield(self, missing: Mapping[str, DeviceCount], lacking: HostAmount) -> None:
+        """Have preemptible runs yield what is missing: the youngest, who lose least.
+
+        Devices by kind, and memory and CPU that the host lacks.
+        """
         chosen = []
         held = sorted(self.line.preemptible.values(), key=lambda x: x.granted_at, reverse=True)
         for lease in sorted(held, key=lambda x: x.yields_at is None):  # those that do already first
             devices = self.line.kinds_of(lease)
-            if devices.keys() & missing.keys():
+            if devices.keys() & missing.keys() or lease.host.at_most(lacking):
                 missing = subtract(missing, devices)
+                lacking = (lacking - lease.host).at_least(NOTHING)
                 if lease.yields_at is None:
                     chosen.append(lease)
         if not chosen:
@@ -525,7 +545,23 @@ class QueueService:
             kinds = self._spare_kinds(request, server.user)
             if not kinds:
                 raise NoDeviceFree()
+            left = self.positions.decide().host_left
+            if left and not request.host.fits(left - self.line.reserved_by_preemptible):
+                raise HostFull(lacking=request.host.lacking(left))
             return grant(kept=self._of_other_kinds(kinds[0]))
+
+    def _ask_without_device(
+        self, ticket: Ticket, grant: Callable[..., Lease], *, wait: bool
+    ) -> Lease | Ticket:
+        """Return a lease if the host has enough left that nobody else gets first, else a ticket."""
+        if not self.line.synced:
+            self.positions.sync()
+        try:
+            return self._now_or_never(ticket, grant) if self.line.tickets else grant()
+        except HostFull:
+            if not wait:
+                raise
+        return self._enqueue(ticket)
 
     def _would_get_yielded(self, server: ServerRef, request: Request) -> bool:
         """Return True if it starts in two minutes, because preemptible runs yield enough."""
@@ -555,12 +591,14 @@ class QueueService:
         self.line.scheduler.submit(waiting)
         try:
             decision = self.line.scheduler.decide(
-                waiting.asked_at, self.line.supply.free, reasons=True
+                waiting.asked_at, self.line.supply.free, reasons=True, host=self.line.host_use
             )
         finally:
             self.line.scheduler.withdraw(probe.id)
         if probe.id in decision.starts:
             return grant(kept=self._of_other_kinds(decision.on[probe.id]))
+        if lacking := decision.waits_for_host.get(probe.id):
+            raise HostFull(lacking=lacking)
         why = decision.held_back.get(probe.id)
         others = len(self.line.tickets)
         ahead = f"{others} {'server waits' if others == 1 else 'servers wait'} for a GPU before you"
@@ -614,7 +652,8 @@ class QueueService:
         if known:
             self.line.drop(known.id)
         self.line.add(ticket)
-        self.log.info("Ticket %s: %s waits for %d GPUs", ticket.id, server, request.devices)
+        what = format_gpus(request.devices) if request.devices else str(request.host)
+        self.log.info("Ticket %s: %s waits for %s", ticket.id, server, what)
         return ticket
 
     def _asked_again(self, connection: sa.Connection, known: Ticket, ticket: Ticket) -> Ticket:
@@ -702,6 +741,8 @@ class QueueService:
         that is kept until it is empty.
         """
         kind = self.positions.decide().on.get(ticket.id)
+        if kind is None and self.leases.budget and ticket.request.host:
+            raise HostFull(lacking=str(ticket.request.host))
         if kind is None and not self.line.paused and self.line.is_for_slot(ticket.request):
             raise NoDeviceFree()
         return self._of_other_kinds(kind)

@@ -10,6 +10,7 @@ from traitlets import Dict, Float
 from traitlets.config import LoggingConfigurable
 
 from ..core.errors import ConfigError
+from ..leases.host_resources import HostBudget
 from .models import Priority, QueueLimits, QueuePolicy
 from .scheduler import Scheduler
 
@@ -90,8 +91,11 @@ class GPUQueue(LoggingConfigurable):
         """,
     )
 
-    def make_scheduler(self) -> Scheduler:
-        """Create the scheduler from these settings. Raises ConfigError naming a bad setting."""
+    def make_scheduler(self, host: HostBudget | None = None) -> Scheduler:
+        """Create the scheduler from these settings, for a host with this budget.
+
+        Raises ConfigError naming a bad setting.
+        """
         return Scheduler(
             self.read_policy(),
             group_weights=_weights(self.group_weights),
@@ -100,6 +104,7 @@ class GPUQueue(LoggingConfigurable):
                 group: _limits(f"group_limits[{group!r}]", limits)
                 for group, limits in self.group_limits.items()
             },
+            host=host,
         )
 
     def standing_of(self, groups: Iterable[str]) -> tuple[str, int]:

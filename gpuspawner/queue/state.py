@@ -19,16 +19,20 @@ from ..devices import closures
 from ..devices.placement import PlacementIndex, suitable
 from ..devices.snapshots import InventorySnapshot, is_in_service
 from ..leases import repository as leases_repository
+from ..leases.host_resources import NOTHING, HostAmount, HostBudget
 from ..leases.models import Lease, LeasedDevice, Request, Sharing, Slot
 from . import repository
 from .estimates import Estimator, PastWait
-from .kinds import NO_KIND, add, count_kinds, kind_of, parts_of, pool_kind, pool_of
+from .host_admission import HostUse
+from .kinds import CPU_ONLY, NO_KIND, add, count_kinds, kind_of, parts_of, pool_kind, pool_of
 from .models import EndedSession, Priority, RunningLease, Ticket, WaitingTicket
 from .repository import Start
 from .scheduler import Scheduler
 
 PAST = timedelta(days=28)
 """How far back a new scheduler looks: four half-lives of the default policy."""
+
+_CPU_ONLY = frozenset({CPU_ONLY})
 
 ALONE = timedelta(minutes=2)
 """How long a ticket keeps its position in front while no spawn waits with it."""
@@ -59,9 +63,13 @@ class QueueState:
     versions, and reads only what is new.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, budget: HostBudget | None = None) -> None:
         self.lock = threading.RLock()
         self.scheduler = scheduler
+        self.budget = budget
+        """How much of the host's memory and CPU leases may reserve; None if that has no budget."""
+        self.reserved = NOTHING
+        """How much of them they have reserved, if there is a budget."""
         self.estimator = Estimator()
         self.tickets: dict[str, Ticket] = {}
         self.closed: dict[str, closures.Closure] = {}
@@ -131,6 +139,9 @@ class QueueState:
         changed |= self._sync_leases(connection, look.fleet, now)
         changed |= self._sync_supply(look.fleet, leases_repository.places_taken(connection))
         changed |= self._sync_tickets(connection)
+        if self.budget is not None:
+            before, self.reserved = self.reserved, leases_repository.reserved(connection)
+            changed |= self.reserved != before
         self.estimator.withdraw_others(self.tickets, now.timestamp())
         self._synced_at = now
         if changed:
@@ -161,6 +172,26 @@ class QueueState:
             if not self.closed.keys().isdisjoint(held)
         }
 
+    @property
+    def host_use(self) -> HostUse:
+        """What a decision finds on the host: preemptible runs yield their memory and CPU, too."""
+        return HostUse(
+            reserved=self.reserved - self.reserved_by_preemptible,
+            free_devices=sum(self.supply.grantable.values()),
+        )
+
+    @property
+    def reserved_by_preemptible(self) -> HostAmount:
+        """How much of the host's memory and CPU preemptible runs have reserved."""
+        return sum((lease.host for lease in self.preemptible.values()), NOTHING)
+
+    def host_left(self, request: Request) -> HostAmount | None:
+        """Return how much of the host a request could be granted now; None without a budget."""
+        if self.budget is None:
+            return None
+        free, has_devices = sum(self.supply.free.values()), request.devices > 0
+        return self.budget.left(self.reserved, free, has_devices=has_devices)
+
     def kinds_of(self, lease: Lease) -> dict[str, DeviceCount]:
         """Return the devices of a lease that come back to the queue, by kind."""
         closed = self.closed.keys()
@@ -174,6 +205,8 @@ class QueueState:
 
         For a slot without the devices on which a member has one already, if ``user`` is given.
         """
+        if not request.devices:
+            return _CPU_ONLY
         found = self._kinds(
             request.model,
             request.models,
@@ -348,6 +381,8 @@ class QueueState:
     def _submit(self, ticket: Ticket) -> None:
         waiting = self.waiting(ticket)
         self.scheduler.submit(waiting)
+        if not waiting.devices:
+            return  # what it waits for teaches nothing of waits for devices
         # How long it has waited now is no example for others if the wait counts from earlier.
         self.estimator.asked(replace(waiting, asked_at=ticket.created_at.timestamp()))
 
@@ -367,6 +402,7 @@ class QueueState:
             boost=ticket.boost,
             position=ticket.position,
             last=ticket.last,
+            host=NOTHING if self.budget is None else request.host,
         )
 
     def _find_kinds(

@@ -33,8 +33,8 @@ def test_start_is_refused_if_too_little_memory_is_left(make: Make) -> None:
     with pytest.raises(HostFull) as refused:
         acquire(services, "bob", 0, host_memory_bytes=16 * GB)
     assert refused.value.message == (
-        "This server needs 16.0 GB of memory (12.0 GB free). Try again when others have stopped "
-        "theirs."
+        "This server needs 16.0 GB of memory (12.0 GB free). Wait in the queue, or try again when "
+        "others have stopped theirs."
     )
     acquire(services, "bob", 1, host_memory_bytes=12 * GB)
     assert reserved(services) == HostAmount(32 * GB)
