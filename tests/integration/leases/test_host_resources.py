@@ -109,7 +109,7 @@ def test_free_slots_count_as_parts_of_a_gpu(make: Make) -> None:
         ({"host_cpus": -1.0}, "c.GPUHost.cpus is -1.0; write a number"),
         ({"host_memory": "4G"}, "keeps all of the budget for the system"),
         ({"memory_per_free_gpu": "8G"}, "there is no budget to keep them from"),
-        ({**BUDGET, "cluster": "/srv/cluster.yaml"}, "on a cluster Slurm gives them out"),
+        ({**BUDGET, "cluster": "/srv/cluster.yaml"}, "where Slurm gives them out"),
     ],
 )
 def test_invalid_budget_is_told(new_file: Any, settings: dict[str, Any], sentence: str) -> None:
