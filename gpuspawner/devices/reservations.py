@@ -69,7 +69,7 @@ def _reservation(name: str, wanted: Any) -> Reservation:
 
 
 def _are_names(groups: Any) -> TypeGuard[Collection[str]]:
-    return isinstance(groups, (list, tuple, set, frozenset)) and all(
+    return isinstance(groups, (list, tuple)) and all(
         isinstance(each, str) and each.strip() for each in groups
     )
 

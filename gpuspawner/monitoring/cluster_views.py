@@ -130,17 +130,13 @@ class Tile:
         elif doing.warm:
             told.append("too warm")
         detail = self.view.detail.partition("; ")[2] if self.leases else self.view.detail
-        if detail and _full(sight) and detail != self._remark:
+        if detail and _full(sight) and detail != self.note:
             told.append(detail)
         return "; ".join(part.rstrip(".") for part in told)
 
     @property
     def note(self) -> str:
-        """What everybody may know of a device without a fault, or an empty string."""
-        return "; ".join(filter(None, (self._remark, self.view.reservation)))
-
-    @property
-    def _remark(self) -> str:
+        """A remark for everybody about a device without a fault, or an empty string."""
         return self.device.reason if self.device.status is DeviceStatus.OK else ""
 
 
@@ -271,6 +267,7 @@ def words(tile: Tile, sight: ViewerScope, now: datetime) -> dict[str, Any]:
         "temperature": "" if doing.celsius is None else f"{doing.celsius} \N{DEGREE SIGN}C",
         "health": tile.health(sight),
         "note": tile.note,
+        "reserved": tile.view.reservation,
         **shared,
     }
 

@@ -41,6 +41,10 @@ class ClusterDeviceAnswer(Answer):
     state: str = told("view.state")
     slots: Count = told("device.slots", description="1 if it is not shared.")
     free_slots: Count = told("view.free_slots", description="How many could be granted now.")
+    reserved_for: tuple[str, ...] = told(
+        "device.reserved_for", description="The groups it is kept for; empty if it is open to all."
+    )
+    lent: bool = told("device.lent", description="Whether preemptible runs of others may use it.")
     mine: bool
     user: str | None
     server: str | None

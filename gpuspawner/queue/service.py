@@ -210,7 +210,6 @@ class QueueService:
     def dearest(self, request: Request, terms: Terms) -> tuple[int, int]:
         """Return the most microcredits per hour that a request can cost now, and their hold."""
         card = self.prices.all_rates().card(self.clock(), request.environment)
-        request = self._of_member(request, terms)
         with self.line.lock:
             rate = max(self._rates(request, card), default=0)
         if terms.preemptible:

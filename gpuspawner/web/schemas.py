@@ -417,8 +417,13 @@ class DeviceAnswer(Answer):
     memory_bytes: Count = told("view.device.memory_bytes")
     machine: str = told("view.machine")
     state: str = told("view.state")
-    reserved_for: tuple[str, ...] = told("view.device.reserved_for")
-    lent: bool = told("view.device.lent")
+    reserved_for: tuple[str, ...] = told(
+        "view.device.reserved_for",
+        description="The groups it is kept for; empty if it is open to all.",
+    )
+    lent: bool = told(
+        "view.device.lent", description="Whether preemptible runs of others may use it."
+    )
     rate_per_hour: Amount = told("rate")
     mine: bool
 

@@ -65,9 +65,10 @@ def test_pages_and_commands_mark_the_device(hub: PayingHub, browser: Browser) ->
     look_over_in_the_dark(page, "reserved-cluster")
     page.close()
     assert NOTE in words(hub.page(ADMIN, "devices"))
-    devices = hub.json("bob", "devices").json()["devices"]
-    told = [(each["reserved_for"], each["lent"]) for each in devices]
-    assert told == [(["vision-lab"], True), ([], False), ([], False)]
+    for path in ("devices", "cluster"):
+        devices = hub.json("bob", path).json()["devices"]
+        told = [(each["reserved_for"], each["lent"]) for each in devices]
+        assert told == [(["vision-lab"], True), ([], False), ([], False)]
     assert NOTE in command(hub, "devices")
     plain = json.loads(command(hub, "devices", "--json"))
     assert [each["reserved_for"] for each in plain["devices"]] == [["vision-lab"], [], []]

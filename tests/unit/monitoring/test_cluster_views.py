@@ -100,6 +100,14 @@ def test_device_faults_are_detailed_only_for_admins(some: Tile, member: str, adm
     assert some.health(ViewerScope.ADMIN) == admin
 
 
+def test_everybody_reads_for_whom_a_device_is_reserved() -> None:
+    some = replace(GPU, reserved_for=("lab", "staff"))
+    for sight in ViewerScope:
+        told = words(Tile(DeviceView(some, "free", ""), (), DeviceActivity()), sight, NOW)
+        assert told["reserved"] == "reserved for lab and staff"
+    assert words(tile(), sight, NOW)["reserved"] == ""
+
+
 def test_powered_off_machine_is_not_reported_as_faulty() -> None:
     off = replace(GPU, reason="off (power saving)")
     silent = DeviceActivity(silent="the machine gpu2 is off (power saving)", resting=True)
@@ -107,10 +115,6 @@ def test_powered_off_machine_is_not_reported_as_faulty() -> None:
     for sight in ViewerScope:
         told = words(some, sight, NOW)
         assert (told["health"], told["note"]) == ("", "off (power saving)")
-    reserved = replace(off, reserved_for=("lab", "staff"))
-    told = words(Tile(DeviceView(reserved, "free", off.reason), (), silent), sight, NOW)
-    assert told["note"] == "off (power saving); reserved for lab and staff"
-    assert told["health"] == "", "the same reason is not told twice"
     drained = Tile(DeviceView(off, "drained", "off (power saving); drained by kim"), (), silent)
     assert drained.health(ViewerScope.ADMIN) == "off (power saving); drained by kim"
     broken = replace(GPU, status=DeviceStatus.UNKNOWN, reason="the machine gpu2 gets no work")

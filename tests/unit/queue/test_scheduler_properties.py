@@ -57,6 +57,33 @@ def moments(
     return scheduler, free, now
 
 
+@settings(max_examples=examples(200))
+@given(moments())
+def test_devices_that_all_are_reserved_for_everybody_change_no_decision(
+    moment: tuple[Scheduler, dict[str, int], float],
+) -> None:
+    source, free, now = moment
+
+    def decide(suffix: str) -> Decision:
+        """The decision with kinds of this ending, in which the order of kinds is the same."""
+        capacity = {f"{kind}/1{suffix}": 9 for kind in KINDS}
+        scheduler = scheduler_of(capacity=capacity)
+        for running in source.running.values():
+            held = {f"{kind}/1{suffix}": count for kind, count in running.held.items()}
+            scheduler.started(replace(running, held=held))
+        for waiting in source.waiting.values():
+            kinds = frozenset(f"{kind}/1{suffix}" for kind in waiting.kinds)
+            scheduler.submit(replace(waiting, kinds=kinds))
+        return scheduler.decide(
+            now, {f"{kind}/1{suffix}": count for kind, count in free.items()}, planned=9
+        )
+
+    is_open, reserved = decide(""), decide("#lab")
+    assert reserved.on == {ticket_id: f"{kind}#lab" for ticket_id, kind in is_open.on.items()}
+    assert (reserved.starts, reserved.planned) == (is_open.starts, is_open.planned)
+    assert reserved.latest == is_open.latest
+
+
 def when_together(
     scheduler: Scheduler,
     free: Mapping[str, int],
