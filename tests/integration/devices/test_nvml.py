@@ -34,6 +34,8 @@ def test_healthy_gpu_is_reported_with_every_field(machine: Machine) -> None:
             "parent_uuid": None,
             "compute_mode": "default",
             "slots": 1,
+            "reserved_for": [],
+            "lent": False,
             "status": "ok",
             "reason": "",
             "processes": [
@@ -56,6 +58,8 @@ def test_healthy_gpu_is_reported_with_every_field(machine: Machine) -> None:
             "parent_uuid": None,
             "compute_mode": "exclusive_process",
             "slots": 1,
+            "reserved_for": [],
+            "lent": False,
             "status": "ok",
             "reason": "",
             "processes": [],

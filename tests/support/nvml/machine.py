@@ -154,5 +154,6 @@ def as_devices(inventory: dict[str, Any]) -> list[Device]:
         fields = dict(fields)
         fields["status"] = DeviceStatus(fields["status"])
         fields["processes"] = tuple(DeviceProcess(**p) for p in fields["processes"])
+        fields["reserved_for"] = tuple(fields["reserved_for"])
         made.append(Device(**fields))
     return made
