@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpuspawner.leases.models import Lease, Request, ServerRef, Terms
+from gpuspawner.leases.models import Lease, Request, ServerRef, Sharing, Terms
 from gpuspawner.queue.models import Ticket
+from gpuspawner.queue.schemas import TicketAnswer
 from tests.golden.site import ADMIN, Site
 from tests.support.pages import mentions, words
 
@@ -70,6 +72,10 @@ def test_only_admins_see_all_tickets(site: Site) -> None:
     assert (own["waiting"], own["paused"]) == (3, None)
     (ticket,) = own["tickets"]
     assert (ticket["user"], ticket["place"], ticket["of"]) == ("eve", 2, 3)
+    assert (ticket["sharing"], ticket["gpu_memory_bytes"]) == ("whole", 0)
+    share = Request(devices=1, sharing=Sharing.SLOT, memory_bytes=4 * 10**9)
+    told = TicketAnswer.of(ticket=replace(tickets(site)["eve"], request=share), standing=None)
+    assert (told.sharing, told.gpu_memory_bytes) == ("slot", 4 * 10**9)
     assert "parts" not in ticket and "trail" not in own
     pages = [site.answer("eve", path) for path in ("", "cluster")]
     for answer in (site.call("eve", "queue"), *pages):
