@@ -21,11 +21,13 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import pynvml
 
 from ..monitoring.models import Condition, ProcessUse, Sample
 from . import topology
+from .gpm import InstanceMeter, InstanceUse
 from .models import Device, DeviceProcess, DeviceStatus, Inventory
 from .source import (
     GONE_REASON,
@@ -222,6 +224,7 @@ class NVMLDevices:
         self._gate = gate
         self.sampling = threading.Lock()
         """Held while a sampler uses its handles."""
+        self._samplers: WeakSet[NVMLSampler] = WeakSet()
         self._pending: Future[Inventory] | None = None
         self._pending_since = 0.0
         self._pending_lock = threading.Lock()
@@ -282,7 +285,9 @@ class NVMLDevices:
 
     def sampler(self, processes_every: float = 60.0) -> Sampler:
         """Return a sampler of the devices' use, an :class:`NVMLSampler`."""
-        return NVMLSampler(self, processes_every)
+        sampler = NVMLSampler(self, processes_every)
+        self._samplers.add(sampler)
+        return sampler
 
     def openings(self, now: datetime, *, ailing: bool = False) -> int:
         """Open NVML if necessary, for a sampler, and return how often it was opened.
@@ -301,8 +306,13 @@ class NVMLDevices:
             self._close()
 
     def release(self) -> None:
-        """Close NVML as :meth:`close` does, after the samples that are being taken."""
+        """Close NVML as :meth:`close` does, after the samples that are being taken.
+
+        What samplers have allocated in NVML is freed before.
+        """
         with self.sampling:
+            for sampler in self._samplers:
+                sampler.instances.free()
             self.close()
 
     def _nothing(self, now: datetime, error: str) -> Inventory:
@@ -609,6 +619,8 @@ class NVMLSampler:
         self._ailing = False
         self._clock = 0.0
         self._turn = ""
+        self.instances = InstanceMeter()
+        """Measures MIG instances. Only for who holds ``sampling`` of the devices."""
         self.watched: frozenset[str] = frozenset()
 
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
@@ -645,6 +657,7 @@ class NVMLSampler:
                 continue
             blank = Sample(uuid=uuid, index=index, at=now, xids=xids.get(uuid, ()))
             found |= {sample.uuid: sample for sample in self._of_gpu(handle, blank)}
+        self.instances.keep(found)
         for uuid, index in self._seen.items():
             if uuid not in found:
                 reason = silent.get(index, GONE_REASON)
@@ -656,6 +669,7 @@ class NVMLSampler:
     def _begin(self, opening: int) -> None:
         """Start over after NVML was reopened: all handles from before are invalid."""
         self._opening, self._kept, self._events = opening, {}, None
+        self.instances.free()
         try:
             self._events = ask("events", pynvml.nvmlEventSetCreate)
         except QueryFailed as failure:
@@ -683,27 +697,32 @@ class NVMLSampler:
     def _of_instances(self, handle: Any, gpu: Sample, of_gpu: _KeptReadings) -> Iterator[Sample]:
         """Sample the instances; temperature and errors of their GPU apply to each."""
         slots = ask("number of instances", pynvml.nvmlDeviceGetMaxMigDeviceCount, handle)
+        parts: dict[str, Any] = {}
         for slot in range(slots):
             try:
                 part = ask("instance", pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot)
-                uuid = ask("UUID", pynvml.nvmlDeviceGetUUID, part)
+                parts[ask("UUID", pynvml.nvmlDeviceGetUUID, part)] = part
             except QueryFailed:
                 continue  # an empty slot; an instance that disappeared is missed by its UUID
+        measured = self.instances.measure(gpu.uuid, handle, parts, self._clock)
+        for uuid, part in parts.items():
             kept, blank = self._kept_of(uuid), replace(gpu, uuid=uuid)
             kept.slow, kept.condition = of_gpu.slow | {"milliwatts": None}, of_gpu.condition
             try:
-                yield self._read(part, blank, kept, whole=False)
+                yield self._read(part, blank, kept, measured.get(uuid, InstanceUse()))
             except QueryFailed as failure:
                 yield replace(blank, error=str(failure))
 
     def _read(
-        self, handle: Any, blank: Sample, kept: _KeptReadings, *, whole: bool = True
+        self,
+        handle: Any,
+        blank: Sample,
+        kept: _KeptReadings,
+        of_instance: InstanceUse | None = None,
     ) -> Sample:
-        rates = None
-        if whole:  # this query is not supported for an instance
-            rates = ask_or(None, "use", pynvml.nvmlDeviceGetUtilizationRates, handle)
+        did = of_instance or _whole_use(handle)
         memory = ask_or(None, "memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
-        if not (whole and blank.uuid in self.watched):
+        if of_instance or blank.uuid not in self.watched:
             kept.process_use = kept.process_use_until = None
         elif self._clock - kept.process_use_at >= PROCESS_USE_EVERY:
             kept.process_use, kept.process_use_at = self._process_use(handle, kept), self._clock
@@ -711,8 +730,8 @@ class NVMLSampler:
             kept.processes, kept.processes_at = running_processes(handle), self._clock
         return replace(
             blank,
-            use=None if rates is None else _sensible("use", rates.gpu, 100),
-            memory_activity=None if rates is None else _sensible("use", rates.memory, 100),
+            use=did.use,
+            memory_activity=did.memory_activity,
             used_bytes=None if memory is None else _sensible("memory", memory.used, _MOST_BYTES),
             total_bytes=None if memory is None else _sensible("memory", memory.total, _MOST_BYTES),
             processes=kept.processes,
@@ -783,6 +802,14 @@ class NVMLSampler:
                 break
             found[uuid] = (*found.get(uuid, ()), int(event.eventData))
         return found
+
+
+def _whole_use(handle: Any) -> InstanceUse:
+    """Return what a device did that is no MIG instance: NVML answers that for no instance."""
+    rates = ask_or(None, "use", pynvml.nvmlDeviceGetUtilizationRates, handle)
+    if rates is None:
+        return InstanceUse()
+    return InstanceUse(_sensible("use", rates.gpu, 100), _sensible("use", rates.memory, 100))
 
 
 def process_use(found: Iterable[Any], since: int) -> tuple[ProcessUse, ...] | None:

@@ -176,7 +176,7 @@ def _points(
 
 
 def _use(some: DeviceUse) -> float | None:
-    """Return the use in percent; for a MIG instance, the share of time with processes."""
+    """Return the use in percent; if it is not reported, the share of time with processes."""
     if some.measured:
         return some.use
     return 100 * some.busy / some.known if some.known else None

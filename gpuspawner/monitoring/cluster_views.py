@@ -61,7 +61,7 @@ class DeviceActivity:
     """A device's current figures; None if unknown."""
 
     use: float | None = None
-    """Percent; None for a MIG instance."""
+    """Percent; None for some MIG instances."""
     busy: bool | None = None
     used_bytes: int | None = None
     celsius: int | None = None

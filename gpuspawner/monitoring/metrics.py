@@ -51,7 +51,7 @@ LABELS = ("gpu", "UUID", "modelName", "group")
 _GAUGES: tuple[tuple[str, str, Callable[[DeviceUse], float | None]], ...] = (
     (
         "use_percent",
-        "Percent of the last minute in which kernels ran; absent for a MIG instance",
+        "Percent of the last minute in which kernels ran; absent for a MIG instance before Hopper",
         lambda minute: minute.use,
     ),
     (

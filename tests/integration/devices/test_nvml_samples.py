@@ -170,6 +170,88 @@ def test_mig_instance_has_memory_and_processes_but_no_use(machine: Machine) -> N
     assert (first["celsius"], second["celsius"]) == (51, 51)
 
 
+def hopper(**counted: tuple[float, float, float, float]) -> nvml.GPU:
+    """A GPU with counters, and two instances."""
+    gpu = mig_gpu(0, 3, gpm=True)
+    for name, part in zip(("first", "second"), gpu.instances, strict=True):
+        part.gpu_instance, part.counted = part.slot + 7, counted.get(name, (0, 0, 0, 1))
+    return gpu
+
+
+def uses(machine: Machine, gpu: nvml.GPU) -> list[tuple[Any, Any]]:
+    samples = machine.has(gpu).sample()
+    assert not any(sample["error"] for sample in samples)
+    return [(sample["use"], sample["memory_activity"]) for sample in samples]
+
+
+UNKNOWN = [(None, None)] * 2
+
+
+def test_use_of_mig_instances_is_known_since_hopper(machine: Machine) -> None:
+    assert uses(machine, hopper()) == UNKNOWN, "it takes two samples"
+    counted = {"first": (6.0, 4.0, 1.0, 11.0), "second": (0.0, 0.0, 0.0, 11.0)}
+    assert uses(machine, hopper(**counted)) == [(60, 10), (0, 0)]
+    counted = {"first": (6.0, 4.0, 1.0, 21.0), "second": (9.96, 9.0, 2.0, 21.0)}
+    assert uses(machine, hopper(**counted)) == [(0, 0), (100, 20)]
+    assert nvml.samples_held(machine.fleet) == 4, "two of each, however long it is measured"
+
+
+def test_multiprocessors_count_where_the_engine_is_not_reported(machine: Machine) -> None:
+    counted = {"first": (-1.0, 0.0, 0.0, 1.0), "second": (0.0, 0.0, -1.0, 1.0)}
+    uses(machine, hopper(**counted))
+    counted = {"first": (-1.0, 3.0, 0.0, 11.0), "second": (5.0, 4.0, -1.0, 11.0)}
+    assert uses(machine, hopper(**counted)) == [(30, 0), (50, None)]
+
+
+def test_without_counters_the_use_of_an_instance_stays_unknown(machine: Machine) -> None:
+    ampere = replace(hopper(), gpm=False)
+    for answer in (None, nvml.NOT_SUPPORTED, nvml.FUNCTION_NOT_FOUND):
+        ampere.fails = {"nvmlGpmQueryDeviceSupport": answer} if answer else {}
+        machine.begin()
+        assert [uses(machine, ampere) for _ in range(3)] == [UNKNOWN] * 3
+
+
+def test_devices_on_one_gpu_instance_cannot_be_told_apart(machine: Machine) -> None:
+    for second in range(3):
+        gpu = hopper(first=(second, 0, 0, second), second=(0, 0, 0, second))
+        gpu.instances[1].gpu_instance = gpu.instances[0].gpu_instance
+        assert uses(machine, gpu) == UNKNOWN
+
+
+def test_failing_counters_cost_a_figure_and_no_sample(machine: Machine) -> None:
+    for number, call in enumerate(("nvmlGpmMigSampleGet", "nvmlGpmMetricsGet")):
+        at = 100.0 * number
+        uses(machine, hopper(first=(at, 0, 0, at), second=(at, 0, 0, at)))
+        gpu = hopper(first=(at, 0, 0, at + 1), second=(at, 0, 0, at + 1))
+        machine.has(gpu, fails={call: nvml.UNKNOWN})
+        samples = machine.sample()
+        assert [(each["use"], each["error"]) for each in samples] == [(None, "")] * 2
+        for later in (2, 3):
+            found = uses(
+                machine, hopper(first=(at, 0, 0, at + later), second=(at, 0, 0, at + later))
+            )
+        assert found == [(0, 0)] * 2
+    assert nvml.samples_held(machine.fleet) == 4
+
+
+def test_samples_of_counters_are_freed_with_their_instance(machine: Machine) -> None:
+    gpu = hopper()
+    for second in range(3):
+        uses(machine, hopper(first=(0, 0, 0, second), second=(0, 0, 0, second)))
+    gpu.instances = gpu.instances[:1]
+    machine.has(gpu).sample()
+    assert nvml.samples_held(machine.fleet) == 2
+
+
+def test_samples_of_counters_are_freed_before_nvml_is_closed(machine: Machine) -> None:
+    for second in range(3):
+        uses(machine, hopper(first=(0, 0, 0, second), second=(0, 0, 0, second)))
+    machine.tell("release")
+    assert nvml.times_open(machine.fleet) == nvml.samples_held(machine.fleet) == 0
+    assert uses(machine, hopper()) == UNKNOWN, "it begins anew"
+    assert nvml.samples_held(machine.fleet) == 2
+
+
 def test_xid_errors_are_reported_once_each(machine: Machine) -> None:
     first, second = gpus(2)
     first.xids = [(1, 31)]

@@ -29,8 +29,8 @@ source = NVMLDevices()
 sampler = source.sampler()
 for line in sys.stdin:
     word, _, rest = line.strip().partition(" ")
-    if word in ("close", "begin"):
-        source.close()
+    if word in ("close", "begin", "release"):
+        source.close() if word == "close" else source.release()
         if word == "begin":
             source = NVMLDevices()
             sampler = source.sampler()
@@ -99,9 +99,10 @@ class Machine:
         return samples
 
     def tell(self, command: str) -> Any:
-        """Send ``begin``, ``observe TIME``, ``sample TIME SECONDS``, ``watch UUIDS`` or ``close``.
+        """Send a command and return the answer.
 
-        Returns the answer.
+        ``begin``, ``observe TIME``, ``sample TIME SECONDS``, ``watch UUIDS``, ``close``, or
+        ``release``: close NVML as before a change of a MIG layout.
         """
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(command + "\n")

@@ -84,6 +84,11 @@ class Instance:
     name: str = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     memory_bytes: int = 5 * GIB
     slot: int = 0
+    gpu_instance: int | None = None
+    """The driver's number of the GPU instance that it is on."""
+    counted: tuple[float, float, float, float] | None = None
+    """Seconds in which its graphics engine, its multiprocessors and its memory were busy, and until
+    which second. A negative one cannot be counted."""
     used_bytes: int = 0
     compute: Sequence[tuple[int, int]] = ()
     """(process id, bytes) of each compute process; -1 bytes is not available."""
@@ -129,6 +134,8 @@ class GPU:
     """Of PCIe: those in use, and those that it could have."""
     limits: tuple[int, int] = (400_000, 400_000)
     """Milliwatts that it may take now, and that it is made for."""
+    gpm: bool = False
+    """True if it has performance counters, as GPUs have since Hopper."""
     profiles: Sequence[Profile] = ()
     """What it can be divided into; nvidia_smi.py divides it."""
 
@@ -208,11 +215,14 @@ def write_fleet(
         lines += [f"lanes {gpu.lanes[0]} {gpu.lanes[1]}"]
         lines += [f"limits {gpu.limits[0]} {gpu.limits[1]}"]
         lines += [profile_line(each) for each in gpu.profiles]
+        lines += ["gpm 1"] if gpu.gpm else []
         lines += [f"ecc {gpu.ecc_errors}", *(f"xid {n} {code}" for n, code in gpu.xids)]
         lines += _rules("fail", gpu.fails) + _rules("delay", gpu.delays)
         for part in gpu.instances:
             lines += [f"mig {part.slot} {part.uuid}", f"name {part.name}"]
             lines += [f"memory {part.memory_bytes}", f"used {part.used_bytes}"]
+            lines += [f"of {part.gpu_instance}"] if part.gpu_instance is not None else []
+            lines += [f"counted {' '.join(map(str, part.counted))}"] if part.counted else []
             lines += [f"compute {pid} {used}" for pid, used in part.compute]
             lines += _rules("fail", part.fails)
     new = path.with_name(f"{path.name}.new")
@@ -225,6 +235,11 @@ def profile_line(profile: Profile) -> str:
     starts = " ".join(map(str, profile.starts))
     sizes = f"{profile.slices} {profile.most} {profile.megabytes} {profile.size}"
     return f"profile {profile.index} {profile.id} {profile.name} {sizes} {starts}"
+
+
+def samples_held(path: Path) -> int:
+    """How many samples of counters the program that sees this fleet has allocated."""
+    return int(path.with_name(f"{path.name}.samples").read_text())
 
 
 def times_open(path: Path) -> int:

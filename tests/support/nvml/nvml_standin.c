@@ -26,7 +26,10 @@
  *   profile INDEX ID NAME SLICES MOST MEGABYTES SIZE START...     of MIG instances that the gpu can have
  *   instance ID PROFILE START SIZE                                one that it has
  *   of ID                       the instance that a mig belongs to
+ *   gpm 0|1                     whether the gpu has performance counters (GPM)
+ *   counted GRAPHICS SM DRAM TIME      a mig's counters: so long each was busy, until that time
  *
+ * How many samples of counters are allocated is written to the file's name with ".samples" added.
  * How often NVML is open is written to the file's name with ".opened" added. In the directory of its
  * name with ".clients" added, each process that has NVML open holds a lock on a file of its own. Where the variable is
  * not set, the file is /etc/gpuspawner-test/fleet: that of a whole machine.
@@ -121,6 +124,8 @@ typedef struct {
     instance instances[MOST_INSTANCES];
     int kinds, made;
     unsigned int of; /* of a mig: its instance */
+    int gpm;
+    double counted[3], counted_at; /* of a mig */
 } device;
 typedef struct { int gpu, part, kind, value; char function[TEXT]; } rule;
 
@@ -215,6 +220,11 @@ static void read_setting(const char *key, const char *rest, device *at, int gpu,
     } else if (!strcmp(key, "instance") && sscanf(rest, "%u %u %u %u", &made.id, &made.profile,
                                                   &made.start, &made.size) == 4) {
         if (at->made < MOST_INSTANCES) at->instances[at->made++] = made;
+    } else if (!strcmp(key, "gpm")) {
+        at->gpm = atoi(rest);
+    } else if (!strcmp(key, "counted")) {
+        sscanf(rest, "%lf %lf %lf %lf", &at->counted[0], &at->counted[1], &at->counted[2],
+               &at->counted_at);
     } else if (!strcmp(key, "of")) {
         at->of = (unsigned int)atoi(rest);
     } else if (!strcmp(key, "xid") && sscanf(rest, "%ld %u", &reported.serial, &reported.code) == 2) {
@@ -713,4 +723,77 @@ nvmlReturn_t nvmlEventSetWait_v2(void *set, nvmlEventData_t *data, unsigned int 
             return end(SUCCESS);
         }
     return end(TIMED_OUT);
+}
+
+/* Performance counters. A figure is the difference of two samples, whose memory is ours. */
+enum { GRAPHICS_UTIL = 1, SM_UTIL = 2, DRAM_BW_UTIL = 10, GPM_VERSION = 1 };
+typedef struct { unsigned int version, isSupportedDevice; } nvmlGpmSupport_t;
+typedef struct { device counters; int is_taken; } gpm_sample;
+typedef struct {
+    unsigned int metricId;
+    nvmlReturn_t nvmlReturn;
+    double value;
+    char *names[3];
+} nvmlGpmMetric_t;
+typedef struct {
+    unsigned int version, numMetrics;
+    gpm_sample *sample1, *sample2;
+    nvmlGpmMetric_t metrics[];
+} nvmlGpmMetricsGet_t;
+
+static void count_samples(int change) {
+    static int allocated = 0;
+    char name[4096];
+    FILE *file;
+    allocated += change;
+    snprintf(name, sizeof name, "%s.samples", fleet_path());
+    if (!(file = fopen(name, "w"))) return;
+    fprintf(file, "%d\n", allocated);
+    fclose(file);
+}
+nvmlReturn_t nvmlGpmQueryDeviceSupport(nvmlDevice_t handle, nvmlGpmSupport_t *support) {
+    CALL_FOR("nvmlGpmQueryDeviceSupport", handle);
+    if (support->version != GPM_VERSION || part_of(handle) >= 0) return end(INVALID_ARGUMENT);
+    support->isSupportedDevice = (unsigned int)it->gpm;
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlGpmSampleAlloc(gpm_sample **sample) {
+    CALL("nvmlGpmSampleAlloc");
+    *sample = calloc(1, sizeof **sample);
+    count_samples(1);
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlGpmSampleFree(gpm_sample *sample) {
+    pthread_mutex_lock(&lock); /* it is the program's own memory, whatever becomes of the GPUs */
+    if (!opened) return end(UNINITIALIZED);
+    free(sample);
+    count_samples(-1);
+    return end(SUCCESS);
+}
+nvmlReturn_t nvmlGpmMigSampleGet(nvmlDevice_t handle, unsigned int id, gpm_sample *sample) {
+    int gpu = gpu_of(handle), part;
+    CALL_FOR("nvmlGpmMigSampleGet", handle);
+    if (!it->gpm || it->migmode != 1) return end(NOT_SUPPORTED);
+    for (part = 0; part < fleet.parts[gpu]; part++)
+        if (fleet.part[gpu][part].of == id) {
+            sample->counters = fleet.part[gpu][part], sample->is_taken = 1;
+            return end(ruled("nvmlGpmMigSampleGet", gpu, part));
+        }
+    return end(INVALID_ARGUMENT);
+}
+nvmlReturn_t nvmlGpmMetricsGet(nvmlGpmMetricsGet_t *get) {
+    const device *before = &get->sample1->counters, *now = &get->sample2->counters;
+    double time = now->counted_at - before->counted_at;
+    unsigned int at;
+    CALL("nvmlGpmMetricsGet");
+    if (get->version != GPM_VERSION || !get->sample1->is_taken || !get->sample2->is_taken ||
+        before->of != now->of || time <= 0)
+        return end(INVALID_ARGUMENT);
+    for (at = 0; at < get->numMetrics; at++) {
+        nvmlGpmMetric_t *it = &get->metrics[at];
+        int which = it->metricId == GRAPHICS_UTIL ? 0 : it->metricId == SM_UTIL ? 1 : 2;
+        it->nvmlReturn = now->counted[which] < 0 ? NOT_SUPPORTED : SUCCESS;
+        it->value = 100 * (now->counted[which] - before->counted[which]) / time;
+    }
+    return end(SUCCESS);
 }
