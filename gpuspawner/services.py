@@ -23,6 +23,7 @@ from .devices.driver_gate import StoredDriverGate
 from .devices.service import DeviceService, LeakService, MachineService
 from .devices.snapshots import InventoryCache
 from .devices.source import DeviceSource
+from .engines.base import ProcessOwners
 from .engines.docker import client_from_environment
 from .leases.clock_corrections import ClockCorrectionService
 from .leases.gpu_loss import RestartService
@@ -121,7 +122,8 @@ class Services(LoggingConfigurable):
         self.machines = MachineService(self.store, delegate, self.log)
         self.devices = DeviceService(self.store, self.time, self.watch, self.machines)
         self.mig = MIGService(self.store, self.time, self.settings.sharing, source.name, self.log)
-        self.leaks = LeakService(self.store, self.time, self.devices.look, self.log)
+        look = self.devices.look
+        self.leaks = LeakService(self.store, self.time, look, ProcessOwners, self.log)
 
     def _make_leases(self) -> None:
         store, now, settings = self.store, self.time, self.settings

@@ -14,15 +14,17 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from typing import Protocol
 
 import sqlalchemy as sa
 
 from ..core.errors import GPUSpawnerError, InvalidRequest, NoDeviceFree, Refused
 from ..core.text import checked_reason, short_text
+from ..core.units import format_bytes
 from ..db import audit_log
 from ..db.engine import Store
 from ..leases import repository as leases_repository
-from ..leases.models import LeasedDevice
+from ..leases.models import Lease, LeasedDevice, LeaseState
 from . import closures, repository
 from .closures import GRANTING, HEALTH, LEAK, Closure, kept_for
 from .models import Device, MachineScheduler
@@ -100,48 +102,69 @@ ENDING = timedelta(seconds=20)
 """How long a process may take to release a device after its server ended."""
 
 
+class LeasedProcesses(Protocol):
+    """The processes of open leases on this machine."""
+
+    def lease_of(self, pid: int) -> Lease | None:
+        """Return the lease that a process belongs to; None if there is none or it is gone."""
+
+    def exists(self, pid: int) -> bool:
+        """Return True if there is a process with this id."""
+
+
 @dataclass(eq=False, repr=False)
 class LeakService:
-    """Finds devices that are occupied without a lease, and quarantines them."""
+    """Finds devices that are occupied without a lease, and quarantines them.
+
+    A device with free slots is occupied if a process of no lease is on it.
+    """
 
     store: Store
     clock: Callable[[], datetime]
     look: Callable[[], InventorySnapshot]
+    processes_of: Callable[[Sequence[Lease]], LeasedProcesses]
     log: logging.Logger
     _leaked_since: dict[str, datetime] = field(default_factory=dict, init=False)
 
     def judge_leaks(self) -> list[Closure]:
         """Quarantine devices that stay occupied without a lease, and lift what is over.
 
-        Returns the newly quarantined devices. A device that is not responding stays as it is.
+        Returns the newly quarantined devices. A device that is not responding stays as it is, and
+        so does one on which a server is just starting. Reads ``/proc``.
         """
         now = self.clock()
         look = self.look()
         with self.store.read() as connection:
             closed = closures.load(connection)
-            held = {place.uuid for place in leases_repository.taken(connection)}
+            leases = leases_repository.open_leases(connection)
+        owners = self.processes_of(leases)
         before, self._leaked_since = self._leaked_since, {}
         begun = []
         for device in look.devices:
             uuid = device.uuid
             closure = closed.get(uuid)
-            if leasable(device) is not None:
+            holders = [lease for lease in leases if uuid in lease.uuids]
+            if leasable(device) is not None or not _can_be_judged(device, holders):
                 continue
-            if device.empty:
+            reason = foreign_use(device, owners) if holders else who_holds(device)
+            if not reason:
                 if closure is not None and closure.actor == LEAK:
                     self._reopen_leaked(uuid, now)
-            elif uuid not in held and closure is None:
+            elif closure is None:
                 since = self._leaked_since[uuid] = min(before.get(uuid, now), now)
-                if now - since >= ENDING and (done := self._quarantine(device, now)):
+                if now - since >= ENDING and (done := self._quarantine(uuid, reason, holders, now)):
                     begun.append(done)
         return begun
 
-    def _quarantine(self, device: Device, now: datetime) -> Closure | None:
+    def _quarantine(
+        self, uuid: str, reason: str, holders: Sequence[Lease], now: datetime
+    ) -> Closure | None:
         """Quarantine a device; None if it is already closed or was leased meanwhile."""
-        uuid, reason = device.uuid, who_holds(device)
         closure = Closure(uuid, now, LEAK, reason)
+        known = {lease.id for lease in holders}
         with self.store.write() as connection:
-            if any(place.uuid == uuid for place in leases_repository.taken(connection)):
+            taken = leases_repository.taken(connection)
+            if any(place.uuid == uuid and of not in known for place, of in taken.items()):
                 return None
             if not closures.close(connection, closure):
                 return None
@@ -156,15 +179,40 @@ class LeakService:
             closure = closures.load(connection).get(uuid)
             if closure is not None and closure.actor == LEAK:
                 closures.reopen(connection, uuid)
-                detail = "it is empty again"
+                detail = "nothing of others is on it any more"
                 audit_log.note(
                     connection, at=now, actor=LEAK, action="undrain", subject=uuid, detail=detail
                 )
-        self.log.info("Device %s is empty again", uuid)
+        self.log.info("Nothing of others is on device %s any more", uuid)
+
+
+def _can_be_judged(device: Device, holders: Sequence[Lease]) -> bool:
+    """Return True if it can be known whether anything on a device is of no lease."""
+    if not holders:
+        return True
+    is_shared = all(each.is_shared for lease in holders for each in lease.devices)
+    return is_shared and all(lease.state is LeaseState.RUNNING for lease in holders)
+
+
+def foreign_use(device: Device, owners: LeasedProcesses) -> str:
+    """Describe the processes of no lease on a shared device; empty if there are none."""
+    strange = [
+        process
+        for process in device.compute_processes
+        if owners.exists(process.pid) and owners.lease_of(process.pid) is None
+    ]
+    names = [f"{p.name or 'a process'} (pid {p.pid})" for p in strange]
+    if not names:
+        return ""
+    used = sum(process.used_memory_bytes or 0 for process in strange)
+    figure = f", with {format_bytes(used)} of its memory" if used else ""
+    return f"{', '.join(names[:5])}, not from any server of this hub{figure}"
 
 
 def who_holds(device: Device) -> str:
-    """Describe what occupies a device that has no lease."""
+    """Describe what occupies a device that has no lease; empty if nothing does."""
+    if device.empty:
+        return ""
     names = [f"{p.name or 'a process'} (pid {p.pid})" for p in device.compute_processes]
     if names:
         return f"{', '.join(names[:5])}, not from any server of this hub"

@@ -3,9 +3,13 @@ that race and are killed."""
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,7 +19,12 @@ import sqlalchemy as sa
 
 from gpuspawner.core.errors import ConfigError, NoDeviceFree
 from gpuspawner.db import schema as db_schema
+from gpuspawner.devices.models import DeviceProcess
 from gpuspawner.devices.repository import SickLease
+from gpuspawner.devices.service import foreign_use
+from gpuspawner.engines.base import ProcessOwners
+from gpuspawner.engines.local import LEASE_VARIABLE
+from gpuspawner.leases.models import Sharing
 from gpuspawner.services import Services
 from tests.support import racers, sickness
 from tests.support.brokers import (
@@ -265,6 +274,60 @@ def test_leaking_device_is_quarantined_until_it_is_empty(
     assert states(services) == ["free", "occupied"]
     quarantine, undrain = ("leak", "quarantine"), ("leak", "undrain")
     assert [line[:2] for line in trail(services)] == [quarantine, quarantine, undrain]
+
+
+def test_shared_device_with_a_foreign_program_gets_no_more_sessions(
+    make: Make, clock: Clock, show: Callable[[str], object]
+) -> None:
+    site = {"device_source": "simulated:1xA100-80GB", "shared_devices": {"A100": 4}}
+    services = make(**site, opening_grant=1000)
+    ada = running(services, "ada", sharing=Sharing.SLOT)
+
+    def leaks() -> list[str]:
+        clock.forward(seconds=30)
+        return [each.reason for each in services.leaks.judge_leaks()]
+
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"],
+        env={LEASE_VARIABLE: ada.id},
+        stdin=subprocess.PIPE,
+    ) as own:
+        show(f'{{"0": {{"processes": [[{own.pid}, "python3"]]}}}}')
+        assert [leaks(), leaks()] == [[], []], "the programs of leases belong there"
+        listed = f'[{own.pid}, "python3"], [{os.getpid()}, "miner"]'
+        show(f'{{"0": {{"processes": [{listed}]}}}}')
+        starting = acquire(services, "bob", sharing=Sharing.SLOT)
+        assert [leaks(), leaks()] == [[], []], "whose programs may not be known yet"
+        services.leases.confirm(starting.id, "container-bob")
+        found = [leaks(), leaks(), leaks()]
+        reason = f"miner (pid {os.getpid()}), not from any server of this hub"
+        assert found == [[], [reason], []]
+        (view,) = services.monitoring.overview().devices
+        assert (view.state, view.free_slots) == ("draining", 0)
+        assert view.detail.endswith(f"in quarantine: {reason}")
+        with pytest.raises(NoDeviceFree):
+            acquire(services, "eve", sharing=Sharing.SLOT)
+        show(f'{{"0": {{"processes": [[{own.pid}, "python3"], [999999999, "gone"]]}}}}')
+        assert leaks() == []
+        assert services.monitoring.overview().devices[0].free_slots == 2
+        assert acquire(services, "eve", sharing=Sharing.SLOT).devices
+
+
+def test_foreign_use_of_a_shared_device_is_told_with_its_memory(services: Services) -> None:
+    device = replace(
+        services.devices.look().devices[0],
+        slots=4,
+        processes=(
+            DeviceProcess(os.getpid(), 12 * 2**30, name="miner"),
+            DeviceProcess(os.getppid(), 2**29),
+            DeviceProcess(999_999_999, 2**30, name="elsewhere"),
+            DeviceProcess(1, 2**30, "graphics", "Xorg"),
+        ),
+    )
+    assert foreign_use(device, ProcessOwners()) == (
+        f"miner (pid {os.getpid()}), a process (pid {os.getppid()}), not from any server of this "
+        "hub, with 12.5 GB of its memory"
+    )
 
 
 def test_quarantine_does_not_override_an_admin_drain(
