@@ -1,7 +1,8 @@
 """Real: the GPU, its driver, and programs that compute on it: what the hub sees of them, and what
 one does to another.
 
-Last passed on an NVIDIA H200, driver 580.159.04, CUDA 13.0, on 2026-11-27 at 26eb697d.
+Last passed on an NVIDIA H200, driver 580.159.04, CUDA 13.0, on 2026-11-27 at 26eb697d, without the
+last three.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 
 from gpuspawner.devices.discovery import open_source
 from gpuspawner.devices.models import Device, Inventory
-from gpuspawner.devices.source import DeviceSource, SamplingSource
+from gpuspawner.devices.source import DeviceSource, SamplerOfProcesses, SamplingSource
 from gpuspawner.engines.device_probe import probe_by_process
 from gpuspawner.monitoring.idle import Activity, IdlePolicy, begin, judge
 from gpuspawner.service.device_monitor import Sampling
@@ -28,6 +29,8 @@ from tests.support.processes import wait_for
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("processes")]
 
 GIB = 2**30
+
+METRICS = (pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL, pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL)
 
 
 def look(source: DeviceSource) -> Inventory:
@@ -212,3 +215,76 @@ def test_process_utilization_names_the_program_that_computes(
     print(uses, os.getpid())
     assert uses[program.pid] > 50
     assert uses.get(neighbour.pid, 0) < 10  # it loaded its kernels just before
+
+
+def test_sampler_measures_each_of_two_programs(
+    source: DeviceSource, uuid: str, program: Program, neighbour: Program
+) -> None:
+    assert isinstance(source, SamplingSource)
+    sampler = source.sampler()
+    assert isinstance(sampler, SamplerOfProcesses)
+    sampler.watched = frozenset([uuid])
+    for each in (program, neighbour):
+        each.tell("open")
+    program.send("repeat", 0.5, 0.0, 12.0)
+    neighbour.send("repeat", 0.1, 0.4, 12.0)
+    began, found = time.monotonic(), []
+    while time.monotonic() - began < 10:
+        samples = sampler.sample(datetime.now(timezone.utc), time.monotonic())
+        found.append(next(s.process_use for s in samples if s.uuid == uuid))
+        time.sleep(1)  # the driver measures in real time
+    for each in (program, neighbour):
+        each.read()
+    print(found)
+    assert found[0] is None, "who knows when that was"
+    known = [{each.pid: each.use for each in some} for some in found[3:] if some is not None]
+    assert len(known) >= 5, "the figures come"
+    mine, theirs = (
+        sum(uses.get(each.pid, 0) for uses in known) / len(known) for each in (program, neighbour)
+    )
+    assert set().union(*known) <= {program.pid, neighbour.pid}
+    assert 5 < theirs < mine <= 100
+
+
+def test_performance_counters_show_whether_a_device_works(
+    source: DeviceSource, uuid: str, program: Program
+) -> None:
+    look(source)  # opens NVML
+    handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    is_hopper = pynvml.nvmlDeviceGetCudaComputeCapability(handle) >= (9, 0)
+    assert bool(pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice) == is_hopper
+    program.tell("open")
+    samples = [pynvml.nvmlGpmSampleAlloc() for _ in range(2)]
+
+    def figures(busy: float) -> list[float]:
+        pynvml.nvmlGpmSampleGet(handle, samples[0])
+        program.tell("repeat", busy, 0.1, 2.0)
+        pynvml.nvmlGpmSampleGet(handle, samples[1])
+        asked = pynvml.c_nvmlGpmMetricsGet_t()
+        asked.version, asked.numMetrics = pynvml.NVML_GPM_METRICS_GET_VERSION, len(METRICS)
+        asked.sample1, asked.sample2 = samples
+        for number, metric in enumerate(METRICS):
+            asked.metrics[number].metricId = metric
+        pynvml.nvmlGpmMetricsGet(asked)
+        return [asked.metrics[number].value for number in range(len(METRICS))]
+
+    if is_hopper:
+        working, resting = figures(0.5), figures(0.0)
+        print(working, resting)
+        assert 50 < working[0] <= 100 and resting[0] < 10
+    for sample in samples:
+        pynvml.nvmlGpmSampleFree(sample)
+
+
+def test_instances_of_hopper_have_a_use(source: DeviceSource) -> None:
+    assert isinstance(source, SamplingSource)
+    sampler = source.sampler()
+    instances = {d.uuid for d in look(source).devices if d.parent_uuid is not None}
+    for seconds in range(3):
+        samples = sampler.sample(datetime.now(timezone.utc), float(seconds))
+        time.sleep(1)  # the driver counts in real time
+    handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+    is_hopper = any(pynvml.nvmlDeviceGetCudaComputeCapability(each) >= (9, 0) for each in handles)
+    uses = {sample.uuid: sample.use for sample in samples if sample.uuid in instances}
+    print(uses)
+    assert not is_hopper or None not in uses.values()
