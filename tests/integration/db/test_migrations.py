@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import stat
 from contextlib import closing
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
@@ -20,6 +22,7 @@ from gpuspawner.db import engine as db_engine
 from gpuspawner.db import schema as db_schema
 from gpuspawner.db.engine import Store
 from gpuspawner.ledger import repository as ledger_repository
+from gpuspawner.monitoring.repository import device_use_between
 from tests.support.brokers import T0
 from tests.support.postgres import PrivatePostgres
 from tests.support.racers import FORKSERVER
@@ -97,6 +100,29 @@ def test_second_migration_changes_nothing(empty_database_url: str) -> None:
     with closing(Store(empty_database_url)) as store, store.write() as connection:
         connection.execute(sa.text("DROP INDEX one_open_lease_a_server"))
         assert [kind for kind, *_ in differences(connection)] == ["add_index"]
+
+
+def test_use_of_devices_survives_the_new_primary_key(empty_database_url: str) -> None:
+    engine = sa.create_engine(empty_database_url)
+    names = {"uuid": "GPU-a", "seconds": 60, "since": T0, "known": 9, "samples": 9, "xids": "13,79"}
+    old = sa.table("device_use", *map(sa.column, names), sa.column("lease_id"))
+    settings = db_engine.config()
+    with engine.begin() as connection:
+        settings.attributes["connection"] = connection
+        command.upgrade(settings, "0027")
+        connection.execute(sa.insert(old).values(names | {"since": as_stored(T0, connection)}))
+        db_engine.upgrade(connection)
+        assert differences(connection) == []
+        columns = old.c.uuid, old.c.seconds, old.c.lease_id, old.c.samples, old.c.xids
+        assert connection.execute(sa.select(*columns)).all() == [("GPU-a", 60, "", 9, "13,79")]
+    engine.dispose()
+    with closing(Store(empty_database_url)) as store, store.read() as connection:
+        (minute,) = device_use_between(connection, T0, T0 + timedelta(minutes=1))
+        assert (minute.since, minute.known, minute.xids) == (T0, 9, (13, 79))
+
+
+def as_stored(at: datetime, connection: sa.Connection) -> Any:
+    return db_schema.as_text(at) if connection.dialect.name == "sqlite" else at
 
 
 def _open_account(url: str, gate: Any, name: str, said: Any) -> None:
