@@ -20,7 +20,7 @@ from gpuspawner.devices.discovery import open_source
 from gpuspawner.devices.models import DeviceProcess, DeviceStatus
 from gpuspawner.devices.simulated import GIB, SCRIPT, SimulatedDevices, SimulatedSampler
 from gpuspawner.devices.source import DevicesUnavailable, Sampler, held_bytes
-from gpuspawner.monitoring.models import Condition, Sample
+from gpuspawner.monitoring.models import Condition, ProcessUse, Sample
 from tests.support.processes import wait_for
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=timezone.utc)
@@ -197,9 +197,11 @@ def test_simulated_utilization_follows_process_load(
     assert isinstance(sampler, SimulatedSampler)
     first, second = (device.uuid for device in devices.observe(NOW).devices)
     sampler.pids = {first: [process.pid], second: []}
+    sampler.watched = frozenset([first])
     look(sampler, 0)
     waits, other = look(sampler, 100)
     assert (waits.use, waits.used_bytes, waits.processes) == (0, 0, ())
+    assert (waits.process_use, other.process_use) == ((), None), "only of devices that are watched"
     assert process.stdin
     process.stdin.write("work\n")
     process.stdin.flush()
@@ -208,6 +210,7 @@ def test_simulated_utilization_follows_process_load(
     wait_for(lambda: watched.cpu_times().user > before + 0.2, "it to compute")
     works, other = look(sampler, 101)
     assert works.use and works.busy
+    assert works.process_use == (ProcessUse(process.pid, works.use),)
     assert works.used_bytes
     assert works.processes and [p.pid for p in works.processes] == [process.pid]
     assert works.milliwatts and other.milliwatts and works.milliwatts > other.milliwatts
