@@ -270,7 +270,7 @@ class PriceList:
         )
         if not rates and not shares:
             return ""
-        if not [*rates, *shares][-1]:
+        if not max([*rates, *shares]):
             return FREE
         if not rates:
             return f"{_span(shares)} credits an hour for a share"

@@ -250,6 +250,20 @@ def test_reserved_devices_are_those_of_the_group() -> None:
     )
 
 
+def test_environment_is_free_only_if_both_devices_and_shares_are() -> None:
+    free_share = Rate(amount=0, model="T4", slots=4)
+    for rates, said in (
+        ((*TWO_PRICES, free_share), "1.00 to 4.00 credits a GPU-hour, 0.00 for a share"),
+        (
+            (Rate(amount=0), Rate(amount=MICRO, slots=4)),
+            "0.00 credits a GPU-hour, 1.00 for a share",
+        ),
+        ((Rate(amount=0), free_share), "free of charge"),
+    ):
+        shown = replace(shared_overview(), rates=Rates.of(rates))
+        assert PriceList(shown, [EITHER], NOON).of(EITHER) == said
+
+
 def test_share_has_an_offer_where_the_environment_allows_one() -> None:
     either = EITHER.model_copy(update={"slug": "either"})
     prices = PriceList(shared_overview(), [TORCH, either, SHARED], NOON)
