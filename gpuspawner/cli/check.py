@@ -26,6 +26,7 @@ from ..devices.placement import must_run
 from ..devices.snapshots import COUNTED, DeviceView
 from ..engines.preflight import CheckFinding, Status
 from ..leases.models import Request
+from ..ledger.prices import PART_OF_A_GPU, unnamed_instances
 from ..monitoring.health import SICK
 from ..services import utcnow
 from ..slurm.cluster import Cluster, read_cluster
@@ -152,6 +153,7 @@ def findings(settings: Settings, *, containers: bool = True) -> Iterator[CheckFi
     yield finding
     if readable and inventory.devices:
         yield from _whatever_happens("MIG layouts", _mig_layouts(settings, inventory))
+        yield from _whatever_happens("MIG prices", _mig_prices(settings, inventory))
     if catalog is not None and (old := _too_old(catalog, inventory)):
         yield CheckFinding(
             "driver", Status.FAIL, old, "Install a newer driver, or change the entry."
@@ -303,6 +305,15 @@ def _mig_layouts(settings: Settings, inventory: Inventory) -> Iterator[CheckFind
         yield CheckFinding(name, Status.FAIL, text, remedy)
     elif count_of := mig.count_recorded():
         yield CheckFinding(name, Status.OK, f"{count(count_of, 'instance')} made by gpuspawner")
+
+
+def _mig_prices(settings: Settings, inventory: Inventory) -> Iterator[CheckFinding]:
+    """Yield a finding if MIG instances cost their part of a GPU's rate, which upgrades changed."""
+    prices = settings.open_services().prices
+    if some := unnamed_instances(prices.rates, inventory.devices):
+        text = f"{PART_OF_A_GPU}: {'; '.join(some)}"
+        remedy = "For another price: gpuspawner rates set 'A100 MIG 1g.5gb' 0.5"
+        yield CheckFinding("MIG prices", Status.OK, text, remedy)
 
 
 def _source(inventory: Inventory) -> str:

@@ -142,7 +142,7 @@ _TRANSFERS = tuple(
 )
 _PLACES = tuple(
     lease_places.c[name]
-    for name in ("uuid", "slot", "index", "model", "memory_bytes", "slots", "held_slots")
+    for name in ("uuid", "slot", "index", "model", "memory_bytes", "slots", "held_slots", "part")
 )
 _LEASE_FIELDS = (
     *("id", "user", "server_name", "account", "environment", "rate", "hold", "charged", "engine"),
@@ -213,7 +213,9 @@ def seal_row(
     """Seal a lease that has just ended; ``row`` has the columns in :data:`TO_SEAL`."""
     width = len(_LEASE_FIELDS)
     places = sorted(
-        _place_facts((d.uuid, d.slot, d.index, d.model, d.memory_bytes, d.slots, d.held_slots))
+        _place_facts(
+            (d.uuid, d.slot, d.index, d.model, d.memory_bytes, d.slots, d.held_slots, d.part)
+        )
         for d in devices
     )
     facts = _facts((*row[:width], places))
@@ -390,9 +392,10 @@ def _leases(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[str, tuple[Any, ...
 
 
 def _place_facts(place: Sequence[Any]) -> list[Any]:
-    """Return what a seal covers of a place; of devices that are not shared, as older seals do."""
-    *known, slots, held_slots = place
-    return [*known, slots, held_slots] if slots > 1 else known
+    """Return what a seal covers of a place; of whole devices not shared, as older seals do."""
+    *known, slots, held_slots, part = place
+    shared = [slots, held_slots] if slots > 1 else []
+    return [*known, *shared, *([str(part)] if part != 1 else [])]
 
 
 def _rename_facts(rename: Rename) -> str:

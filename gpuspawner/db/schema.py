@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timezone
+from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import (
@@ -34,6 +36,8 @@ from sqlalchemy import (
     literal_column,
     text,
 )
+
+from ..core.units import DeviceCount
 
 
 class UTCDateTime(TypeDecorator[datetime]):
@@ -93,6 +97,31 @@ def _in_utc(value: datetime) -> datetime:
     return value.astimezone(timezone.utc)
 
 
+class ExactPart(TypeDecorator[DeviceCount]):
+    """A number of devices as text, such as ``1`` or ``1/7``, which a float would not keep."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: DeviceCount | None, dialect: Dialect) -> str | None:
+        """Write it as a fraction."""
+        return None if value is None else str(value)
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> DeviceCount | None:
+        """Read it back."""
+        return None if value is None else _exact_part(value)
+
+
+@lru_cache(maxsize=256)
+def _exact_part(value: str) -> DeviceCount:
+    return Fraction(value) if "/" in value else int(value)
+
+
+def _part() -> Column[DeviceCount]:
+    """Return the column for how much of a GPU a device is."""
+    return Column("part", ExactPart, nullable=False, default=1, server_default=text("'1'"))
+
+
 metadata = MetaData()
 
 MOST = 2**62
@@ -131,6 +160,7 @@ devices = Table(
     Column("memory_bytes", BigInteger, nullable=False),
     Column("pci_bus_id", Text, nullable=False, default=""),
     Column("parent_uuid", Text),
+    _part(),
     Column("compute_mode", Text, nullable=False, default="default"),
     Column("slots", Integer, nullable=False, default=1),
     Column("reserved_for", Text, nullable=False, default="[]", server_default=text("'[]'")),
@@ -229,6 +259,7 @@ lease_places = Table(
     # the first row of a lease of the whole device, and none in its other rows.
     Column("slots", Integer, nullable=False, default=1, server_default=text("1")),
     Column("held_slots", Integer, nullable=False, default=1, server_default=text("1")),
+    _part(),
     # The member who has one slot of a shared device; NULL for whole devices.
     Column("sharer", Text),
 )

@@ -143,7 +143,10 @@ def _plain(overview: Overview, told: Told) -> dict[str, Any]:
         "total": overview.total,
         "free": overview.free,
         "devices": [_plain_device(view, told) for view in overview.devices],
-        "models": [asdict(model) | {"rate": exact(model.rate)} for model in overview.models],
+        "models": [
+            asdict(model) | {"rate": exact(model.rate), "part": str(model.part)}
+            for model in overview.models
+        ],
     }
 
 
@@ -151,7 +154,8 @@ def _plain_device(view: DeviceView, told: Told) -> dict[str, Any]:
     minute = told.use.get(view.device.uuid)
     lease = told.leases.get(view.lease_id or "")
     known = told.health.get(view.device.uuid)
-    device = asdict(view.device) | {"status": view.device.status.value}
+    changed = {"status": view.device.status.value, "part": str(view.device.part)}
+    device = asdict(view.device) | changed
     return device | {
         "state": view.state,
         "detail": view.detail,

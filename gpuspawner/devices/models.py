@@ -10,6 +10,8 @@ from enum import Enum
 from functools import lru_cache
 from typing import Protocol
 
+from ..core.units import DeviceCount
+
 
 class DeviceStatus(str, Enum):
     """What the device source last observed, regardless of leases."""
@@ -44,6 +46,8 @@ class Device:
     memory_bytes: int
     pci_bus_id: str = ""
     parent_uuid: str | None = None
+    part: DeviceCount = 1
+    """How much of a GPU it is: 1, or such as 1/7 for a MIG instance."""
     compute_mode: str = "default"
     """``default``, ``exclusive_process`` or ``prohibited``."""
     slots: int = 1

@@ -25,9 +25,11 @@ from weakref import WeakSet
 
 import pynvml
 
+from ..core.units import DeviceCount
 from ..monitoring.models import Condition, ProcessUse, Sample
 from . import topology
 from .gpm import InstanceMeter, InstanceUse
+from .mig_profiles import InstanceSize, part_of_gpu, size_in_name
 from .models import Device, DeviceProcess, DeviceStatus, Inventory
 from .source import (
     GONE_REASON,
@@ -378,7 +380,7 @@ class NVMLDevices:
         for slot in range(slots):
             try:
                 part = ask("instance", pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot)
-                instance = _read_instance(self._recall(part, gpu.index), part, gpu)
+                instance = _read_instance(self._recall(part, gpu.index), part, gpu, slots)
             except QueryFailed as failure:
                 if failure.code != pynvml.NVML_ERROR_NOT_FOUND:  # an empty slot is no failure
                     look.silent[gpu.index] = str(failure)
@@ -435,7 +437,8 @@ def _read_gpu(base: Device, handle: Any) -> Device:
     return replace(base, **found)
 
 
-def _read_instance(base: Device, handle: Any, gpu: Device) -> Device:
+def _read_instance(base: Device, handle: Any, gpu: Device, gpu_slices: int) -> Device:
+    """Read an instance of a GPU with so many compute slices, which is its most instances."""
     found: dict[str, Any] = {
         "parent_uuid": gpu.uuid,
         "pci_bus_id": gpu.pci_bus_id,
@@ -446,11 +449,31 @@ def _read_instance(base: Device, handle: Any, gpu: Device) -> Device:
         found["model"] = ask_or(model, "name", pynvml.nvmlDeviceGetName, handle)
         memory = ask_or(None, "memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
         found["memory_bytes"] = int(memory.total) if memory else 0
+        found["part"] = _part_of_gpu(handle, replace(base, **found), gpu, gpu_slices)
         found["processes"] = running_processes(handle)
         found["held_bytes"] = held_bytes(memory.used if memory else 0, found["processes"])
     except QueryFailed as failure:
         return unknown(replace(base, **found), str(failure))
     return replace(base, **found)
+
+
+def _part_of_gpu(handle: Any, instance: Device, gpu: Device, gpu_slices: int) -> DeviceCount:
+    """Return how much of its GPU an instance is; from its name, if the driver does not tell.
+
+    What is in neither is as it was before. Raises QueryFailed if the device is lost.
+    """
+    attributes = _read("MIG attributes", pynvml.nvmlDeviceGetAttributes_v2, handle)
+    size = size_in_name(instance.model)
+    if attributes is not None and attributes.gpuInstanceSliceCount:
+        size = InstanceSize(
+            attributes.gpuInstanceSliceCount,
+            attributes.computeInstanceSliceCount,
+            attributes.memorySizeMB * 2**20,
+        )
+    if size is None:
+        return instance.part
+    memory = instance.memory_bytes or size.memory_bytes
+    return part_of_gpu(size._replace(memory_bytes=memory), gpu_slices, gpu.memory_bytes)
 
 
 def _bus_id(handle: Any) -> str:

@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 
 import sqlalchemy as sa
 
+from ..core.units import DeviceCount
 from ..db.engine import Store
 from ..leases.models import Lease, LeaseState, Request, Slot
 from ..ledger import rules as ledger_rules
@@ -222,7 +223,7 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True)
 class ModelCount:
-    """The devices of one model and memory size."""
+    """The devices of one model and memory size, and of one part of a GPU."""
 
     model: str
     memory_bytes: int
@@ -236,6 +237,8 @@ class ModelCount:
     """Slots of shared devices that could be granted now, on free devices and others."""
     reserved: str = ""
     """Which are reserved, such as ``2 reserved for vision-lab``; empty if none is."""
+    part: DeviceCount = 1
+    """How much of a GPU each is: 1, or such as 1/7 for MIG instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +255,8 @@ class ShareCount:
     free: int
     reserved: str = ""
     """Of the devices, as in :class:`ModelCount`."""
+    part: DeviceCount = 1
+    """How much of a GPU each device is: 1, or such as 1/7 for MIG instances."""
 
     @property
     def label(self) -> str:
@@ -397,10 +402,10 @@ def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCou
     A model is listed while one of its devices can be leased sooner or later; counted are those in
     service. The rate is that of a whole device.
     """
-    found: dict[tuple[str, int], list[DeviceView]] = {}
+    found: dict[tuple[str, int, DeviceCount], list[DeviceView]] = {}
     for view in views:
         if view.state in COUNTED:
-            key = (view.device.model, view.device.memory_bytes)
+            key = (view.device.model, view.device.memory_bytes, view.device.part)
             found.setdefault(key, []).append(view)
     counts = [
         ModelCount(
@@ -408,22 +413,24 @@ def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCou
             memory_bytes=memory,
             total=sum(view.in_service for view in some),
             free=sum(view.state == "free" for view in some),
-            rate=rates.rate_of(model),
+            rate=rates.rate_of(model, part=part),
             free_slots=sum(view.free_slots for view in some if view.device.slots > 1),
             reserved=count_reserved([view.device for view in some]),
+            part=part,
         )
-        for (model, memory), some in found.items()
+        for (model, memory, part), some in found.items()
     ]
-    return tuple(sorted(counts, key=lambda c: (-c.memory_bytes, c.model)))
+    return tuple(sorted(counts, key=lambda c: (-c.memory_bytes, c.model, -c.part)))
 
 
 def count_shares(views: Sequence[DeviceView]) -> tuple[ShareCount, ...]:
     """Return the slots of shared devices by model, memory and number of slots, largest first."""
-    found: dict[tuple[str, int, int], list[DeviceView]] = {}
+    found: dict[tuple[str, int, int, DeviceCount], list[DeviceView]] = {}
     for view in views:
         device = view.device
         if view.state in COUNTED and device.slots > 1:
-            found.setdefault((device.model, device.memory_bytes, device.slots), []).append(view)
+            key = (device.model, device.memory_bytes, device.slots, device.part)
+            found.setdefault(key, []).append(view)
     counts = (
         ShareCount(
             model=model,
@@ -432,10 +439,11 @@ def count_shares(views: Sequence[DeviceView]) -> tuple[ShareCount, ...]:
             total=sum(slots for view in some if view.in_service),
             free=sum(view.free_slots for view in some),
             reserved=count_reserved([view.device for view in some]),
+            part=part,
         )
-        for (model, memory, slots), some in found.items()
+        for (model, memory, slots, part), some in found.items()
     )
-    return tuple(sorted(counts, key=lambda c: (-c.share_bytes, c.model)))
+    return tuple(sorted(counts, key=lambda c: (-c.share_bytes, c.model, -c.part)))
 
 
 def credit_ends(

@@ -150,18 +150,23 @@ class PriceList:
         self._cards = {e.slug: overview.rates.card(now, e.slug) for e in self.environments}
         self._shares = overview.shares
         self._known = Counter(
-            (view.device.model, view.device.memory_bytes, reservation_of(view.device))
+            (
+                view.device.model,
+                view.device.memory_bytes,
+                view.device.part,
+                reservation_of(view.device),
+            )
             for view in overview.devices
             if view.state in COUNTED
         )
 
     def rate(self, environment: Environment, count: ModelCount) -> int:
         """Return the microcredits per hour for one device."""
-        return self._cards[environment.slug].rate_of(count.model)
+        return self._cards[environment.slug].rate_of(count.model, part=count.part)
 
     def share_rate(self, environment: Environment, share: ShareCount) -> int:
         """Return the microcredits per hour for one slot of a shared device."""
-        return self._cards[environment.slug].rate_of(share.model, share.slots)
+        return self._cards[environment.slug].rate_of(share.model, share.slots, share.part)
 
     def shares_of(self, environment: Environment) -> list[ShareCount]:
         """Return the shares that a server of an environment may have on this hub."""
@@ -260,11 +265,12 @@ class PriceList:
         """Return the price of a device in an environment; empty if no device fits.
 
         It reads ``1.00 to 4.00 credits a GPU-hour``, ``1.00 credits a GPU-hour, 0.25 for a share``,
-        or ``free of charge``.
+        ``0.50 credits an hour`` if some of them are MIG instances, or ``free of charge``.
         """
         if environment.cpu_only:
             return FREE
-        rates = sorted({self.rate(environment, count) for count in self._models_of(environment)})
+        models = self._models_of(environment)
+        rates = sorted({self.rate(environment, count) for count in models})
         shares = sorted(
             {self.share_rate(environment, each) for each in self.shares_of(environment)}
         )
@@ -274,7 +280,8 @@ class PriceList:
             return FREE
         if not rates:
             return f"{_span(shares)} credits an hour for a share"
-        return f"{_span(rates)} credits a GPU-hour" + (
+        unit = "a GPU-hour" if all(count.part == 1 for count in models) else "an hour"
+        return f"{_span(rates)} credits {unit}" + (
             f", {_span(shares)} for a share" if shares else ""
         )
 
@@ -430,10 +437,10 @@ class PriceList:
 
     def _most(self, models: Iterable[ModelCount]) -> int:
         """Return the most devices of these that one server may have, in service or not."""
-        sizes = {(count.model, count.memory_bytes) for count in models}
+        sizes = {(count.model, count.memory_bytes, count.part) for count in models}
         together = Counter[object]()
-        for (model, memory, reservation), some in self._known.items():
-            if (model, memory) in sizes:
+        for (model, memory, part, reservation), some in self._known.items():
+            if (model, memory, part) in sizes:
                 together[model, reservation] += some
         return max(together.values(), default=0)
 

@@ -81,7 +81,7 @@ def devices_of(lease: Lease) -> str:
         return "no GPU"
     models = sorted({device.model for device in lease.devices})
     indices = ", ".join(str(device.index) for device in lease.devices)
-    count = lease.device_equivalents
+    count = lease.device_count
     times = f"{count}x" if count >= 1 else f"{count} of a"
     return f"{times} {', '.join(models)} ({indices})"
 
@@ -94,7 +94,7 @@ def plain(lease: Lease) -> dict[str, Any]:
         "server": lease.server.name,
         "account": lease.account,
         "environment": lease.environment,
-        "devices": [asdict(device) for device in lease.devices],
+        "devices": [asdict(device) | {"part": str(device.part)} for device in lease.devices],
         "state": lease.state.value,
         "rate": exact(lease.rate),
         "hold": exact(lease.hold),

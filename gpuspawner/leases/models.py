@@ -9,6 +9,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from ..core.units import DeviceCount
 from .host_resources import HostAmount
 
 RUN_PREFIX = "run:"
@@ -145,6 +146,8 @@ class LeasedDevice:
     """How many slots the device has: 1 if it is not shared."""
     held_slots: int = 1
     """How many of them the lease holds: one or all."""
+    part: DeviceCount = 1
+    """How much of a GPU the device is: 1, or such as 1/7 for a MIG instance."""
 
     @property
     def is_shared(self) -> bool:
@@ -152,9 +155,14 @@ class LeasedDevice:
         return self.held_slots < self.slots
 
     @property
-    def share(self) -> int | Fraction:
-        """The part of the device that the lease holds: 1, or such as 1/4."""
+    def share(self) -> DeviceCount:
+        """How much of the device the lease holds: 1, or such as 1/4."""
         return Fraction(self.held_slots, self.slots) if self.is_shared else 1
+
+    @property
+    def equivalent(self) -> DeviceCount:
+        """How much of a GPU the lease holds: 1/7 for a MIG instance, 1/4 for one of four slots."""
+        return self.part * self.share
 
     @property
     def share_bytes(self) -> int:
@@ -298,9 +306,14 @@ class Lease:
         return tuple(d.uuid for d in self.devices)
 
     @property
-    def device_equivalents(self) -> int | Fraction:
-        """How many devices it holds; one of four slots counts as 1/4."""
+    def device_count(self) -> DeviceCount:
+        """How many devices it holds: a MIG instance is one, and one of four slots is 1/4."""
         return sum(device.share for device in self.devices)
+
+    @property
+    def device_equivalents(self) -> DeviceCount:
+        """How many GPUs it holds: a MIG instance counts as its part, and so does a slot."""
+        return sum(device.equivalent for device in self.devices)
 
     @property
     def held(self) -> int:

@@ -535,5 +535,11 @@ def require_seen(look: InventorySnapshot, request: Request) -> None:
 def _leased(place: Slot, device: Device, is_slot: bool) -> LeasedDevice:
     held_slots = 1 if is_slot else device.slots
     return LeasedDevice(
-        *place, device.index, device.model, device.memory_bytes, device.slots, held_slots
+        *place,
+        device.index,
+        device.model,
+        device.memory_bytes,
+        device.slots,
+        held_slots,
+        device.part,
     )

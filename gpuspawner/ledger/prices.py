@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -17,12 +17,19 @@ from traitlets.config import LoggingConfigurable
 from ..core.errors import ConfigError, InvalidRequest
 from ..core.units import format_credits, format_price
 from ..db.engine import Store
+from ..devices.mig_profiles import names_instances
+from ..devices.models import Device
 from . import pricing, repository
 from .pricing import ANY, Rate, RateCard, Rates, WeekHours, open_zone
 from .service import note
 
 QUOTED = timedelta(minutes=10)
 """How long the price that a form showed is guaranteed."""
+
+PART_OF_A_GPU = (
+    "A MIG instance that no rate names costs its part of a GPU's rate, in credits an hour"
+)
+"""Before the list of these."""
 
 
 class GPURates(LoggingConfigurable):
@@ -33,7 +40,8 @@ class GPURates(LoggingConfigurable):
         config=True,
         help="""
         Credits per GPU-hour by device model. If several patterns match, the longest wins; ``*``
-        matches every model.
+        matches every model. A MIG instance costs its part of its GPU's rate, such as 1/7, unless a
+        pattern names it, such as ``MIG 1g.5gb``: then that is its price.
 
         A rate is copied into the lease when it is granted, so a change applies to new servers only.
         Example::
@@ -218,6 +226,20 @@ class PriceService:
         detail = words(rate, rate.hours.zone if rate.hours else self.settings.zone)
         detail += f": {reason}" if reason else ""
         note(connection, actor, action, f"rate {rate.id}", detail, now)
+
+
+def unnamed_instances(card: RateCard, devices: Iterable[Device]) -> list[str]:
+    """Describe what each kind of MIG instance costs that no rate of the card names.
+
+    Such as ``NVIDIA A100-SXM4-40GB MIG 1g.5gb 0.57 (1/7 of a GPU)``.
+    """
+    found = []
+    for model, part in sorted({(d.model, d.part) for d in devices if d.part != 1}):
+        rate = card.find(model)
+        if rate is None or not names_instances(rate.model):
+            price = format_price(card.rate_of(model, part=part))
+            found.append(f"{model} {price} ({part} of a GPU)")
+    return found
 
 
 def priced_at(now: datetime, shown_at: datetime | None) -> tuple[datetime, ...]:

@@ -1,8 +1,9 @@
 """Rates: the price of a GPU-hour by model, environment and hour of the week. Pure.
 
 If several rates match, an admin's rate from the store wins over the configuration's; then the most
-specific wins, in this order: environment, model (the longest name), share of a device, hours; then
-the one that applies since later; then, within the configuration, the first.
+specific wins, in this order: environment, model (one that names MIG instances, then the longest
+name), share of a device, hours; then the one that applies since later; then, within the
+configuration, the first.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from itertools import chain
 from zoneinfo import ZoneInfo
 
 from ..core.errors import ConfigError
-from ..core.units import MICRO, parse_credits
+from ..core.units import MICRO, DeviceCount, parse_credits
+from ..devices.mig_profiles import names_instances
 from ..devices.models import model_matches, model_words
 from ..leases.models import LeasedDevice
 
@@ -141,7 +144,10 @@ class Rate:
     """Credits per GPU-hour, and what they apply to."""
 
     amount: int
-    """Microcredits per hour of one device or, with ``slots``, of one of its slots."""
+    """Microcredits per hour of one device or, with ``slots``, of one of its slots.
+
+    A MIG instance costs its part of that, unless ``model`` is for instances only.
+    """
     model: str = ANY
     """Words of a model's name, or ``*``."""
     environment: str = ANY
@@ -179,6 +185,7 @@ class Rate:
         return (
             self.id is not None,
             self.environment != ANY,
+            names_instances(self.model),
             len(normal_model(self.model)) if self.model != ANY else -1,
             self.slots is not None,
             self.hours is not None,
@@ -194,23 +201,33 @@ class RateCard:
 
     rates: tuple[Rate, ...] = ()
 
-    def rate_of(self, model: str, slots: int = 1) -> int:
+    def rate_of(self, model: str, slots: int = 1, part: DeviceCount = 1) -> int:
         """Return the microcredits per hour of a device of this model, or one of its ``slots``.
 
-        A model that no rate names costs 1 credit an hour.
+        A MIG instance, which is ``part`` of a GPU, costs its part of the GPU's rate, rounded up to
+        the microcredit; a rate for instances only is taken as it is. A GPU that no rate names costs
+        1 credit an hour.
         """
+        rate = self.find(model, slots)
+        if part != 1 and rate is not None and names_instances(rate.model):
+            part = 1
+        if rate is None or rate.slots is None:
+            part = part * Fraction(1, slots)
+        return -(-(rate.amount if rate else MICRO) * part // 1)
+
+    def find(self, model: str, slots: int = 1) -> Rate | None:
+        """Return the rate that applies to a device of this model; None if there is none."""
         for rate in self.rates:
-            fits = rate.model == ANY or model_matches(rate.model, model)
-            if fits and rate.slots is None:
-                return -(-rate.amount // slots)
-            if fits and rate.slots == slots:
-                return rate.amount
-        return -(-MICRO // slots)
+            if rate.slots in (None, slots) and (
+                rate.model == ANY or model_matches(rate.model, model)
+            ):
+                return rate
+        return None
 
     def price(self, devices: Iterable[LeasedDevice]) -> int:
         """Return the microcredits per hour for what is leased of these devices; 0 for none."""
         return sum(
-            self.rate_of(device.model, device.slots if device.is_shared else 1)
+            self.rate_of(device.model, device.slots if device.is_shared else 1, device.part)
             for device in devices
         )
 

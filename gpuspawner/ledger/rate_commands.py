@@ -11,7 +11,7 @@ from ..cli.parameters import RATE_ID, argument, option, reason_option
 from ..devices.models import model_matches
 from ..queue.commands import queue_services
 from ..services import Services
-from .prices import words
+from .prices import PART_OF_A_GPU, unnamed_instances, words
 from .pricing import ANY, Rate
 
 
@@ -25,6 +25,9 @@ def rates(settings: Settings) -> None:
     rows = [_row(rate) for rate in found.rates]
     text = table(headers, rows, right=("ID", "CREDITS/H", "SLOTS"))
     text += "\n\nA new server pays the first rate that matches; running servers keep theirs."
+    card = found.card(services.clock())
+    if some := unnamed_instances(card, services.devices.look().devices):
+        text += f" {PART_OF_A_GPU}: {', '.join(some)}."
     if change := found.next_change(services.clock()):
         text += f" The next change is at {local(change)}."
     show([plain(rate) for rate in found.rates], text)

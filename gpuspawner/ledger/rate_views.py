@@ -11,7 +11,7 @@ from ..web.api import ChangingAPI, operation
 from ..web.base import ServiceHandler
 from ..web.pages import FormPage
 from ..web.schemas import WhyBody
-from .prices import words
+from .prices import PART_OF_A_GPU, unnamed_instances, words
 from .pricing import ANY
 from .schemas import FullRateAnswer, RateAnswer, RateBody, RatesAnswer
 
@@ -31,11 +31,15 @@ class RatesPage(FormPage):
         """Send the page; ``typed`` is the content of a refused form."""
         found = await self.read(self.services.prices.all_rates)
         now: datetime = self.services.clock()
+        seen = await self.read(self.services.monitoring.overview)
+        devices = [view.device for view in seen.devices]
         self.show(
             "rates.html",
             now=now,
             rates=found.rates,
             next_change=found.next_change(now),
+            instances=unnamed_instances(found.card(now), devices),
+            part_of_a_gpu=PART_OF_A_GPU,
             zone_name=self.services.settings.rates.zone,
             any=ANY,
             done=self.get_query_argument("done", ""),

@@ -102,7 +102,7 @@ def parts(lease: Lease) -> Iterator[tuple[Key, LeaseUse]]:
         lasted = (lease.ended_at - lease.started_at) // timedelta(microseconds=1)
         for device in lease.devices:
             name = json.dumps([device.model, lease.group])
-            micros = int(lasted * device.share)
+            micros = int(lasted * device.equivalent)
             yield Key(MODEL_AND_GROUP, PER_EVER, EPOCH, name), LeaseUse(micros=micros)
 
 

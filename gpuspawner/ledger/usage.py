@@ -43,7 +43,8 @@ class LeaseUse(NamedTuple):
     """Use and cost."""
 
     micros: int = 0
-    """Microseconds of a GPU, summed over GPUs; one of four slots counts as 1/4."""
+    """Microseconds of a GPU, summed over GPUs; one of four slots counts as 1/4, and a MIG
+    instance as its part."""
     cost: int = 0
     """Microcredits."""
     sessions: int = 0

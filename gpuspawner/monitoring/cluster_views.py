@@ -478,7 +478,7 @@ class ClusterPage(ClusterHandler, Page):
         """Send the page."""
         picture = await self.read(look, self.services, self.context.recent)
         own, rates = picture.own.get(self.user, {}), self.services.prices.rates
-        tiles = []
+        tiles, devices = [], [tile.device for tile in picture.tiles]
         for tile in picture.tiles:
             told = words(tile, self.sight, picture.at)
             uuid = tile.device.uuid
@@ -491,10 +491,12 @@ class ClusterPage(ClusterHandler, Page):
             summary=summary(picture),
             seen=not picture.error,
             tiles=tiles,
-            rates={tile.device.uuid: rates.rate_of(tile.device.model) for tile in picture.tiles},
+            rates={
+                device.uuid: rates.rate_of(device.model, part=device.part) for device in devices
+            },
             share_rates={
-                tile.device.uuid: rates.rate_of(tile.device.model, tile.device.slots)
-                for tile in picture.tiles
+                device.uuid: rates.rate_of(device.model, device.slots, device.part)
+                for device in devices
             },
             tickets=await self.read(view_models.own_tickets, self.services, self.user),
             xsrf=self.xsrf,

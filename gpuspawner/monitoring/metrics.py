@@ -256,7 +256,7 @@ class HubCollector(Collector):
         for lease in opened:
             lasted = (now - lease.started_at).total_seconds() if lease.started_at else 0.0
             for device in lease.devices if lease.started_at else ():
-                seconds[device.model, lease.group] += max(0.0, lasted) * float(device.share)
+                seconds[device.model, lease.group] += max(0.0, lasted) * float(device.equivalent)
         what, labels = "Seconds of leased GPUs", ["model", "group"]
         return _counters("gpu_seconds", what, labels, sorted(seconds.items()))
 

@@ -212,7 +212,9 @@ class LeaseUtilization:
     until: datetime | None
     """None while it is open."""
     held: float
-    """A quarter of the time with one of four slots."""
+    """A quarter of the time with one of four slots, a seventh of it with a 1g MIG instance."""
+    part: float = 1.0
+    """How much of a GPU each of its devices is; all three times count in GPUs."""
     measured: float = 0.0
     """For how much of that it is known if they worked."""
     busy: float = 0.0
@@ -235,7 +237,12 @@ def worked_between(
         before = sums.get(lease_id, (0.0, 0.0))
         sums[lease_id] = (before[0] + measured, before[1] + busy)
     return [
-        replace(lease, measured=min(lease.held, measured), busy=min(lease.held, measured, busy))
+        replace(
+            lease,
+            held=lease.held * lease.part,
+            measured=min(lease.held, measured) * lease.part,
+            busy=min(lease.held, measured, busy) * lease.part,
+        )
         for lease in found.values()
         for measured, busy in [sums.get(lease.lease_id, (0.0, 0.0))]
     ]
@@ -257,6 +264,7 @@ def _leases(
             lease_places.c.model,
             lease_places.c.slots,
             lease_places.c.held_slots,
+            lease_places.c.part,
         )
         .join_from(leases, lease_places, (lease_places.c.lease_id == leases.c.id) & COUNTED_PLACE)
         .where(leases.c.started_at < end)
@@ -282,6 +290,7 @@ def _leases(
             group=row.group,
             model=row.model,
             devices=1,
+            part=float(row.part),
             since=row.started_at,
             until=row.ended_at,
             held=held,

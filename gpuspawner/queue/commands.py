@@ -526,7 +526,7 @@ def _of_store(
             TraceJob(
                 asked_at=asked_at.timestamp(),
                 duration=max(0.0, (ended - started).total_seconds()),
-                devices=lease.device_equivalents,
+                devices=lease.device_count,
                 member=lease.server.user,
                 group=lease.group,
                 kinds=kinds,

@@ -96,7 +96,7 @@ def too_many_hours(
     held = float(lease.device_equivalents) * (ends_at - now)
     for other in running:
         if other.id != lease.id and other.ends_at is not None:
-            held += other.devices * max(0.0, other.ends_at - now)
+            held += other.equivalents * max(0.0, other.ends_at - now)
     if held <= 3600 * limits.gpu_hours:
         return ""
     return (

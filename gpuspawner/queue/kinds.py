@@ -1,9 +1,10 @@
 """Kinds of devices, and how many of a kind requests take. Pure.
 
 A *kind* is the text ``MODEL/MEMORY`` for all exclusive devices of a model and memory, which any
-request could use instead of each other. A shared device is a kind of its own,
-``MODEL/MEMORY*SLOTS@UUID``: all slots of a whole device are on one device, and two slots of one
-member are not. Its number of devices is 1, and a slot counts as a part of it, such as 1/4.
+request could use instead of each other; for MIG instances ``MODEL/MEMORY~PART``, with how much of a
+GPU each is. A shared device is a kind of its own, ``MODEL/MEMORY*SLOTS@UUID``: all slots of a whole
+device are on one device, and two slots of one member are not. Its number of devices is 1, and a
+slot counts as a part of it, such as 1/4.
 
 Devices that are reserved for the same groups are a kind of their own too, ``MODEL/MEMORY#GROUPS``,
 and with ``+`` behind the groups if these lend them: ``T4/16#course-ml,vision-lab+*4@GPU-1``.
@@ -30,7 +31,8 @@ CPU_ONLY = "no device"
 """The kind of a request for no device, which waits for memory or CPU of the host."""
 
 _KIND = re.compile(
-    r"(?P<model>.*?)/(?P<memory>\d+)(?P<reserved>#(?P<groups>[^/#*@+]+)(?P<lent>\+)?)?"
+    r"(?P<model>.*?)/(?P<memory>\d+)(?:~(?P<part>\d+/\d+))?"
+    r"(?P<reserved>#(?P<groups>[^/#*@+]+)(?P<lent>\+)?)?"
     r"(?:\*(?P<slots>\d+)(?P<device>@.*)?)?",
     re.DOTALL,
 )
@@ -43,6 +45,8 @@ class KindParts(NamedTuple):
     memory_bytes: int
     slots: int
     """1 if its devices are not shared."""
+    part: DeviceCount = 1
+    """How much of a GPU each of its devices is: 1, or such as 1/7 for MIG instances."""
     groups: tuple[str, ...] = ()
     """Which groups they are reserved for; empty if they are open to everybody."""
     lent: bool = False
@@ -54,9 +58,8 @@ def kind_of(device: Device | LeasedDevice) -> str:
     reserved = ""
     if isinstance(device, Device) and device.reserved_for:
         reserved = _reservation(device.reserved_for, device.lent)
-    if device.slots > 1:
-        return f"{device.model}/{device.memory_bytes}{reserved}*{device.slots}@{device.uuid}"
-    return f"{device.model}/{device.memory_bytes}{reserved}"
+    kind = _pool(device.model, device.memory_bytes, device.slots, device.part, reserved)
+    return f"{kind}@{device.uuid}" if device.slots > 1 else kind
 
 
 @lru_cache(maxsize=1024)
@@ -65,9 +68,14 @@ def _reservation(groups: tuple[str, ...], lent: bool) -> str:
     return f"#{names}{'+' if lent else ''}"
 
 
-def pool_kind(model: str, memory_bytes: int, slots: int) -> str:
-    """Return what :func:`pool_of` returns for devices of this model, memory and slots."""
-    return f"{model}/{memory_bytes}*{slots}" if slots > 1 else f"{model}/{memory_bytes}"
+def pool_kind(model: str, memory_bytes: int, slots: int, part: DeviceCount = 1) -> str:
+    """Return what :func:`pool_of` returns for devices of this model, memory, slots and part."""
+    return _pool(model, memory_bytes, slots, part, "")
+
+
+def _pool(model: str, memory_bytes: int, slots: int, part: DeviceCount, reserved: str) -> str:
+    kind = f"{model}/{memory_bytes}" if part == 1 else f"{model}/{memory_bytes}~{part}"
+    return f"{kind}{reserved}*{slots}" if slots > 1 else f"{kind}{reserved}"
 
 
 @lru_cache(maxsize=4096)
@@ -88,6 +96,7 @@ def parts_of(kind: str) -> KindParts:
         found["model"],
         int(found["memory"]),
         int(found["slots"] or 1),
+        Fraction(found["part"]) if found["part"] else 1,
         tuple(unquote(group, errors="surrogatepass") for group in groups),
         bool(found["lent"]),
     )
@@ -100,6 +109,21 @@ def open_kind(kind: str) -> str:
     if found is None or not found["reserved"]:
         return kind
     return kind[: found.start("reserved")] + kind[found.end("reserved") :]
+
+
+def equivalents_of(held: Mapping[str, DeviceCount]) -> DeviceCount:
+    """Return how many GPUs these devices, by kind, are: a MIG instance counts as its part."""
+    return sum(parts_of(kind).part * devices for kind, devices in held.items())
+
+
+def most_equivalents(devices: DeviceCount, kinds: frozenset[str]) -> DeviceCount:
+    """Return how many GPUs a request for so many devices of one of these kinds may get."""
+    return devices * _largest_part(kinds)
+
+
+@lru_cache(maxsize=4096)
+def _largest_part(kinds: frozenset[str]) -> DeviceCount:
+    return max((parts_of(kind).part for kind in kinds), default=1)
 
 
 def gathers_slots(devices: DeviceCount, kinds: frozenset[str]) -> bool:

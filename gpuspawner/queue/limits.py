@@ -18,8 +18,8 @@ class Party:
     """``The member`` or ``The group``: the start of a sentence."""
     limits: QueueLimits
     devices: DeviceCount = 0
-    leases: dict[str, DeviceCount] = field(default_factory=dict)
-    """Devices by lease."""
+    leases: dict[str, RunningLease] = field(default_factory=dict)
+    """What it holds, by lease."""
     version: int = 0
     """Increases with every change."""
     taken_devices: DeviceCount = 0
@@ -28,10 +28,10 @@ class Party:
     held: tuple[int, float, float] = (-1, 0.0, 0.0)
     """Version and time of the last sum of its GPU-hours, and the sum."""
 
-    def take(self, devices: DeviceCount, seconds: float) -> None:
-        """Add what the current decision starts for this party."""
+    def take(self, devices: DeviceCount, hours: float) -> None:
+        """Add the devices and GPU-hours that the current decision starts for this party."""
         self.taken_devices += devices
-        self.taken_hours += devices * seconds / HOUR
+        self.taken_hours += hours
         self.version += 1
 
     def give_back(self) -> None:
@@ -48,6 +48,8 @@ class LimitedRequests:
     parties: tuple[Party, ...]
     devices: DeviceCount
     """How many each of them asks for."""
+    equivalents: DeviceCount
+    """How many GPUs these are at most; a MIG instance counts as its part."""
     seconds: float = 0.0
     """How long each of them keeps its devices: as asked for, else as guessed."""
     checked: int = -1
@@ -88,8 +90,9 @@ class Limiter:
             return
         for party in self.of(lease.member, lease.group):
             self._until[lease.id] = until
-            party.devices += lease.devices - party.leases.get(lease.id, 0)
-            party.leases[lease.id] = lease.devices
+            before = party.leases.get(lease.id)
+            party.devices += lease.devices - (before.devices if before else 0)
+            party.leases[lease.id] = lease
             party.version += 1
 
     def remove(self, lease: RunningLease) -> None:
@@ -98,7 +101,8 @@ class Limiter:
             return
         self._until.pop(lease.id, None)
         for party in self.of(lease.member, lease.group):
-            party.devices -= party.leases.pop(lease.id, 0)
+            before = party.leases.pop(lease.id, None)
+            party.devices -= before.devices if before else 0
             party.version += 1
 
     def refusal(self, batch: LimitedRequests, now: float) -> str:
@@ -128,7 +132,7 @@ class Limiter:
     def take(self, batch: LimitedRequests, seconds: float) -> None:
         """Record that the decision that is being made starts one ticket of a batch."""
         for party in batch.parties:
-            party.take(batch.devices, seconds)
+            party.take(batch.devices, batch.equivalents * seconds / HOUR)
             self._taken[party] = None
 
     def give_back(self) -> None:
@@ -150,12 +154,12 @@ class Limiter:
             return ""
         if party.held[:2] != (party.version, now):
             hours = party.taken_hours + sum(
-                devices * max(0.0, self._until[lease_id] - now) / HOUR
-                for lease_id, devices in party.leases.items()
+                lease.equivalents * max(0.0, self._until[lease_id] - now) / HOUR
+                for lease_id, lease in party.leases.items()
             )
             party.held = (party.version, now, hours)
         held = party.held[2]
-        asked = batch.devices * batch.seconds / HOUR
+        asked = batch.equivalents * batch.seconds / HOUR
         if held + asked <= most:
             return ""
         return (

@@ -19,6 +19,7 @@ from ..core.units import DeviceCount
 from ..devices.models import Inventory, MachineScheduler
 from ..leases.host_resources import NOTHING, HostAmount
 from ..leases.models import Request, ServerRef
+from .kinds import equivalents_of
 
 
 class Priority(IntEnum):
@@ -83,6 +84,11 @@ class RunningLease:
         """The number of devices."""
         return sum(self.held.values())
 
+    @property
+    def equivalents(self) -> DeviceCount:
+        """How many GPUs its devices are; a MIG instance counts as its part."""
+        return equivalents_of(self.held)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedSession:
@@ -91,6 +97,8 @@ class EndedSession:
     member: str
     group: str = ""
     devices: DeviceCount
+    part: DeviceCount = 1
+    """How much of a GPU each of them is: 1, or such as 1/7 for MIG instances."""
     started_at: float
     ended_at: float
 
@@ -100,11 +108,14 @@ class QueueLimits:
     """The most that one member or one group may have; None means no limit."""
 
     devices: int | None = None
-    """GPUs at once; one slot of four counts as 1/4."""
+    """GPUs at once; one slot of four counts as 1/4, and a MIG instance as one."""
     tickets: int | None = None
     """Waiting tickets."""
     gpu_hours: float | None = None
-    """GPU-hours held: devices times the rest of their sessions, over running leases."""
+    """GPU-hours held: devices times the rest of their sessions, over running leases.
+
+    A MIG instance counts as its part of a GPU.
+    """
 
     @property
     def can_hold_back(self) -> bool:

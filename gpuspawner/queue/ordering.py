@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..core.units import DeviceCount
-from .kinds import CPU_ONLY, gathers_slots
+from .kinds import CPU_ONLY, gathers_slots, most_equivalents
 from .limits import LimitedRequests, Limiter
 from .models import HOUR, Priority, QueuePolicy, ScorePart, WaitingTicket
 from .session_lengths import ExpectedLength, SessionLengths, SimilarSessions
@@ -197,6 +197,8 @@ class Shape:
 
     devices: DeviceCount
     kinds: tuple[str, ...]
+    equivalents: DeviceCount
+    """How many GPUs the devices are at most; a MIG instance counts as its part."""
     gathers: bool = False
     """True if its tickets may need all slots of a shared device."""
     smallest: bool = False
@@ -448,7 +450,8 @@ class Book:
         batch.looked_at = now
         batch.ends_seen = alike.ends
         length = self._lengths.estimate(alike, batch.number, now, batch.ticket.seconds)
-        reckoning = self._points.reckon(alike.member, alike.group, alike.devices, length.cost, now)
+        devices = batch.equivalents
+        reckoning = self._points.reckon(alike.member, alike.group, devices, length.cost, now)
         batch.reckoned(length, reckoning, self._points.sum(reckoning, batch.ticket))
         self.line.put(batch, now)
 
@@ -511,14 +514,16 @@ class Book:
         shape = self.shapes.get(alike_in)
         if shape is None:
             gathers = gathers_slots(ticket.devices, ticket.kinds)
+            equivalents = most_equivalents(ticket.devices, ticket.kinds)
             kinds = tuple(sorted(ticket.kinds))
-            shape = Shape(ticket.devices, kinds, gathers, ticket.smallest)
+            shape = Shape(ticket.devices, kinds, equivalents, gathers, ticket.smallest)
             self.shapes[alike_in] = shape
         alike = self._lengths.alike(ticket.member, ticket.group, ticket.devices)
         batch = TicketBatch(
             parties=self._limiter.of(ticket.member, ticket.group) if ticket.devices else (),
             devices=ticket.devices,
             host=ticket.host or None,
+            equivalents=shape.equivalents,
             ticket=ticket,
             terms=terms,
             shape=shape,

@@ -296,6 +296,8 @@ class Start(NamedTuple):
     """How many slots each of the devices has."""
     uuid: str = ""
     """One of the devices."""
+    part: DeviceCount = 1
+    """How much of a GPU each of them is."""
 
 
 def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
@@ -311,6 +313,7 @@ def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
             sa.func.max(lease_places.c.slots),
             sa.func.min(lease_places.c.held_slots),
             sa.func.min(lease_places.c.uuid),
+            sa.func.min(lease_places.c.part),
         )
         .select_from(
             leases.join(
@@ -324,9 +327,10 @@ def starts_since(connection: sa.Connection, since: datetime) -> list[Start]:
     )
     found = []
     for row in connection.execute(query):
-        asked_at, granted_at, group, devices, model, memory, slots, held, uuid = row
+        asked_at, granted_at, group, devices, model, memory, slots, held, uuid, part = row
         share: DeviceCount = Fraction(held, slots) if held < slots else 1
-        start = Start(asked_at, granted_at, group, devices * share, model, memory, slots, uuid)
+        device = model, memory, slots, uuid, part
+        start = Start(asked_at, granted_at, group, devices * share, *device)
         found.append(start)
     return found
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from ..core.units import DeviceCount
 from ..leases.host_resources import HostBudget
 from .host_admission import HostAdmission, HostUse
-from .kinds import CPU_ONLY, gathers_slots, taken_of
+from .kinds import CPU_ONLY, equivalents_of, gathers_slots, taken_of
 from .limits import Limiter
 from .models import (
     HOUR,
@@ -34,7 +34,8 @@ class _Lease:
     """A running lease and what its end will teach."""
 
     lease: RunningLease
-    devices: DeviceCount
+    equivalents: DeviceCount
+    """How many GPUs its devices are."""
     number: int
     alike: SimilarSessions
     batch: TicketBatch | None
@@ -81,7 +82,7 @@ class Scheduler:
         Of shared devices that are equally good for a slot, the first one here is filled first.
         """
         self._capacity = Capacity(devices, self.policy.small_share)
-        self._points.set_capacity(sum(devices.values()))
+        self._points.set_capacity(equivalents_of(devices))
 
     # Events.
 
@@ -121,9 +122,10 @@ class Scheduler:
         else:
             alike.asked += 1
         self._running[lease.id] = lease
-        self._leases[lease.id] = _Lease(lease, devices, number, alike, batch, aged)
+        used = lease.equivalents
+        self._leases[lease.id] = _Lease(lease, used, number, alike, batch, aged)
         alike.start(number, at)
-        self._points.start(lease.member, lease.group, devices, at)
+        self._points.start(lease.member, lease.group, used, at)
         if aged:
             self._aged.start(lease.held)
         ends_at = lease.ends_at
@@ -150,7 +152,7 @@ class Scheduler:
             return
         lease = self._running.pop(lease_id)
         at = max(at, lease.started_at)
-        self._points.end(lease.member, lease.group, known.devices, at)
+        self._points.end(lease.member, lease.group, known.equivalents, at)
         if known.aged:
             self._aged.end(lease.held)
         self._releases.remove(lease_id)
@@ -163,8 +165,9 @@ class Scheduler:
         """Learn from sessions that ended before this scheduler was created, oldest first."""
         for ended in history:
             start, end = ended.started_at, max(ended.started_at, ended.ended_at)
-            self._points.start(ended.member, ended.group, ended.devices, start)
-            self._points.end(ended.member, ended.group, ended.devices, end)
+            used = ended.devices * ended.part
+            self._points.start(ended.member, ended.group, used, start)
+            self._points.end(ended.member, ended.group, used, end)
             alike = self._lengths.alike(ended.member, ended.group, ended.devices)
             self._lengths.end(alike, alike.asked, start, end - start)
             alike.asked += 1

@@ -50,10 +50,19 @@ from ..notifications.models import NoticeKind
 from ..notifications.service import compose
 from . import repository
 from .delegation import DelegationService
-from .kinds import Preference, kind_of, kind_preference, parts_of, subtract, taken_of
+from .kinds import (
+    Preference,
+    kind_of,
+    kind_preference,
+    most_equivalents,
+    parts_of,
+    subtract,
+    taken_of,
+)
 from .models import Decision, QueueLimits, Ticket
 from .positions import PositionService
 from .settings import GPUQueue
+from .state import QueueState
 
 CHANGEABLE = ("seconds", "account", "when_dry", "overdraft", "request")
 """What may change without losing the position in the queue; of a request, its member's groups."""
@@ -205,7 +214,7 @@ class QueueService:
             with self.store.write() as connection:
                 self._must_be_paid(connection, ticket, preemptible=terms.preemptible)
         for limit in self.settings.limits_of(ticket.group):
-            _must_be_within(limit, ticket, self.line.asked(request))
+            _must_be_within(limit, ticket, self.line)
 
     def dearest(self, request: Request, terms: Terms) -> tuple[int, int]:
         """Return the most microcredits per hour that a request can cost now, and their hold."""
@@ -660,7 +669,7 @@ class QueueService:
         if any(getattr(known, name) != getattr(ticket, name) for name in CHANGEABLE):
             self._must_be_paid(connection, ticket)
             for limit in self.settings.limits_of(known.group):
-                _must_be_within(limit, ticket, self.line.asked(ticket.request))
+                _must_be_within(limit, ticket, self.line)
             changes = {name: getattr(ticket, name) for name in (*CHANGEABLE, "options")}
             repository.update_ticket(connection, known.id, **changes)
             known = repository.get_ticket(connection, known.id)
@@ -708,7 +717,7 @@ class QueueService:
         for count, limit in ((others, of_member), (in_group, of_group)):
             if limit.tickets is not None and count >= limit.tickets:
                 raise TooManyTickets(count=count, most=limit.tickets)
-            _must_be_within(limit, ticket, self.line.asked(ticket.request))
+            _must_be_within(limit, ticket, self.line)
 
     def _must_be_paid(
         self, connection: sa.Connection, ticket: Ticket, *, preemptible: bool = False
@@ -729,7 +738,7 @@ class QueueService:
         is_slot = self.line.is_for_slot(request)
         kinds = map(parts_of, self.line.kinds(request))
         return [
-            card.rate_of(kind.model, kind.slots if is_slot else 1) * request.devices
+            card.rate_of(kind.model, kind.slots if is_slot else 1, kind.part) * request.devices
             for kind in kinds
         ]
 
@@ -754,8 +763,9 @@ class QueueService:
         return texts(kept)
 
 
-def _must_be_within(limit: QueueLimits, ticket: Ticket, asked: DeviceCount) -> None:
-    """Raise TooMuchAsked if a ticket alone, which counts as ``asked`` devices, exceeds a limit."""
+def _must_be_within(limit: QueueLimits, ticket: Ticket, line: QueueState) -> None:
+    """Raise TooMuchAsked if a ticket alone exceeds a limit."""
+    asked = line.asked(ticket.request)
     if limit.devices is not None and asked > limit.devices:
         raise TooMuchAsked(
             f"You asked for {format_gpus(asked)}, but your limit is {limit.devices} at once. "
@@ -763,7 +773,8 @@ def _must_be_within(limit: QueueLimits, ticket: Ticket, asked: DeviceCount) -> N
             asked=ticket.request.devices,
             most=limit.devices,
         )
-    hours = float(asked * (ticket.seconds or 0)) / 3600
+    gpus = most_equivalents(asked, line.kinds(ticket.request))
+    hours = float(gpus * (ticket.seconds or 0)) / 3600
     if limit.gpu_hours is not None and hours > limit.gpu_hours:
         raise TooMuchAsked(
             f"You asked for {hours:g} GPU-hours, but your limit is {limit.gpu_hours:g}. "

@@ -439,7 +439,7 @@ def _kind_of_leased(leased: LeasedDevice, fleet: PlacementIndex) -> str:
 
 def _past_wait(start: Start, fleet: PlacementIndex) -> PastWait:
     device = fleet.by_uuid.get(start.uuid)
-    pool = pool_kind(start.model, start.memory_bytes, start.slots)
+    pool = pool_kind(start.model, start.memory_bytes, start.slots, start.part)
     if device is not None and device.reserved_for and device.slots == start.slots:
         pool = pool_of(kind_of(device))
     return PastWait(
@@ -456,7 +456,8 @@ def _past(lease: Lease) -> EndedSession:
     return EndedSession(
         member=lease.server.user,
         group=lease.group,
-        devices=lease.device_equivalents,
+        devices=lease.device_count,
+        part=lease.devices[0].part,
         started_at=start.timestamp(),
         ended_at=(lease.ended_at or start).timestamp(),
     )

@@ -252,7 +252,7 @@ class RunLauncher:
         held = defaultdict[str, DeviceCount](int)
         for each in followed:
             if each.run.preemptible and each.lease and each.lease.state is not LeaseState.ENDED:
-                held[each.run.user] += each.lease.device_equivalents
+                held[each.run.user] += each.lease.device_count
         now = time.monotonic()
         rest = [run for run in waiting if self._tried.get(run.id, now) <= now]
         while rest and spare > 0:

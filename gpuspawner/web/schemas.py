@@ -303,6 +303,9 @@ class LeasedAnswer(Answer):
     memory_bytes: Count
     slots: Count = Field(description="How many slots the device has: 1 if it is not shared.")
     held_slots: Count = Field(description="How many of them the lease holds: one or all.")
+    part: Annotated[str, BeforeValidator(str)] = Field(
+        description="How much of a GPU the device is: 1, or such as 1/7 for a MIG instance."
+    )
 
 
 class SessionEndAnswer(Answer):

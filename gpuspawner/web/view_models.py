@@ -203,7 +203,7 @@ def device_figures(
         lease = opened.get(view.lease_id or "")
         told = lease if lease and (admin or lease.server.user == user) else None
         detail = view.detail if admin else ""
-        rate = services.prices.rates.rate_of(view.device.model)
+        rate = services.prices.rates.rate_of(view.device.model, part=view.device.part)
         found.append(DeviceFigures(view, rate, told, detail))
     return overview, tuple(found)
 

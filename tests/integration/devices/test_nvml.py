@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from gpuspawner.devices import topology
 from gpuspawner.leases.models import Request
 from tests.support.nvml import nvml_library as nvml
@@ -32,6 +34,7 @@ def test_healthy_gpu_is_reported_with_every_field(machine: Machine) -> None:
             "memory_bytes": 80 * GIB,
             "pci_bus_id": "00000000:01:00.0",
             "parent_uuid": None,
+            "part": 1,
             "compute_mode": "default",
             "slots": 1,
             "reserved_for": [],
@@ -56,6 +59,7 @@ def test_healthy_gpu_is_reported_with_every_field(machine: Machine) -> None:
             "memory_bytes": 16106127360,
             "pci_bus_id": "00000000:02:00.0",
             "parent_uuid": None,
+            "part": 1,
             "compute_mode": "exclusive_process",
             "slots": 1,
             "reserved_for": [],
@@ -149,6 +153,62 @@ def test_mig_instances_are_leased_instead_of_their_gpu(machine: Machine) -> None
     (place,) = choose(Request(devices=1, model="A100"), devices)
     assert place.uuid.startswith("MIG-00000000")
     assert [p.uuid[:12] for p in free_slots(devices)] == ["MIG-00000000", "MIG-00000001"]
+
+
+A100, A30 = ("NVIDIA A100-SXM4-40GB", 40, 7), ("NVIDIA A30", 24, 4)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "profile", "gib", "attributes", "part"),
+    [
+        (A100, "1g.5gb", 4.75, (1, 1, 4864), "1/7"),
+        (A100, "1g.10gb", 9.75, (1, 1, 9984), "1/4"),
+        (A100, "3g.20gb", 19.62, (3, 3, 20096), "1/2"),
+        (A100, "4g.20gb", 19.62, (4, 4, 20096), "4/7"),
+        (A100, "7g.40gb", 39.25, (7, 7, 40192), 1),
+        (A100, "1c.3g.20gb", 19.62, (3, 1, 20096), "1/6"),
+        (A30, "1g.6gb", 5.81, (1, 1, 5952), "1/4"),
+        (A30, "2g.12gb", 11.69, (2, 2, 11968), "1/2"),
+    ],
+)
+def test_part_of_its_gpu_is_read_from_attributes_or_name(
+    machine: Machine,
+    gpu: tuple[str, int, int],
+    profile: str,
+    gib: float,
+    attributes: tuple[int, int, int],
+    part: object,
+) -> None:
+    model, memory, slices = gpu
+    made = mig_gpu(0, name=model, memory_bytes=memory * GIB, slices=slices)
+    (blank,) = made.instances
+    named = replace(blank, name=f"{model} MIG {profile}", memory_bytes=int(gib * GIB))
+    told = replace(named, name=f"{model} MIG", attributes=attributes)
+    answer = {"nvmlDeviceGetAttributes_v2": nvml.FUNCTION_NOT_FOUND}
+    for instance, fails in (
+        (told, {}),
+        (named, {}),
+        (named, answer),
+        (replace(named, fails={"nvmlDeviceGetAttributes_v2": nvml.UNKNOWN}), {}),
+        (replace(named, fails={"nvmlDeviceGetMemoryInfo": nvml.NOT_SUPPORTED}), {}),
+    ):
+        shown = replace(made, instances=[instance])
+        parent, found = machine.begin().has(shown, fails=fails).look()["devices"]
+        assert (parent["part"], found["part"], found["status"]) == (1, part, "ok")
+
+
+def test_part_that_cannot_be_read_any_more_stays(machine: Machine) -> None:
+    made = mig_gpu(0)
+    (blank,) = made.instances
+    unnamed = replace(blank, name="NVIDIA A100-SXM4-40GB MIG", attributes=(1, 1, 4864))
+    for instance, status, part in (
+        (replace(unnamed, attributes=None), "ok", 1),
+        (unnamed, "ok", "1/7"),
+        (replace(unnamed, attributes=None), "ok", "1/7"),
+        (replace(unnamed, fails={"nvmlDeviceGetName": nvml.GPU_IS_LOST}), "unknown", "1/7"),
+    ):
+        _, found = machine.has(replace(made, instances=[instance])).look()["devices"]
+        assert (found["status"], found["part"]) == (status, part)
 
 
 def test_topology_is_read_from_pcie_and_nvlink(machine: Machine) -> None:

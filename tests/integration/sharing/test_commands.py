@@ -129,6 +129,25 @@ def test_check_says_that_instances_are_gone_until_they_are_restored(cli: Cli, st
     assert finding()[0][:2] == ("fail", f"{UUID}: none is not complete")
 
 
+def test_check_and_rates_say_what_instances_cost_that_no_rate_names(cli: Cli) -> None:
+    said = "NVIDIA A100-SXM4-40GB MIG 3g.20gb 0.50 (1/2 of a GPU)"
+
+    def findings() -> list[str]:
+        checks = cli.json("check", "--no-containers", code=1)["checks"]
+        return [each["text"] for each in checks if each["name"] == "MIG prices"]
+
+    assert findings() == []
+    cli("mig", "apply", "0", "1g.5gb,3g.20gb", "--yes")
+    start = "A MIG instance that no rate names costs its part of a GPU's rate, in credits an hour"
+    small = "NVIDIA A100-SXM4-40GB MIG 1g.5gb 0.14 (1/7 of a GPU)"
+    assert findings() == [f"{start}: {small}; {said}"]
+    assert f"{start}: {small}, {said}." in cli("rates")
+    cli("rates", "set", "A100 MIG 1g", "0.2")
+    assert findings() == [f"{start}: {said}"]
+    cli("rates", "set", "MIG", "0.2")
+    assert findings() == [] and start not in cli("rates")
+
+
 def test_devices_that_are_not_of_this_machine_are_not_divided(cli: Cli) -> None:
     cli.configure("simulated:1xA100-80GB")
     assert "The hub's devices come from simulated" in cli("mig", "plan", "0", "none", code=1)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,7 @@ def as_devices(inventory: dict[str, Any]) -> list[Device]:
     for fields in inventory["devices"]:
         fields = dict(fields)
         fields["status"] = DeviceStatus(fields["status"])
+        fields["part"] = Fraction(fields["part"])
         fields["processes"] = tuple(DeviceProcess(**p) for p in fields["processes"])
         fields["reserved_for"] = tuple(fields["reserved_for"])
         made.append(Device(**fields))

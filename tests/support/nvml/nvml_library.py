@@ -90,6 +90,8 @@ class Instance:
     """Seconds in which its graphics engine, its multiprocessors and its memory were busy, and until
     which second. A negative one cannot be counted."""
     used_bytes: int = 0
+    attributes: tuple[int, int, int] | None = None
+    """Compute slices of its GPU instance, its own of them, and megabytes; None: not supported."""
     compute: Sequence[tuple[int, int]] = ()
     """(process id, bytes) of each compute process; -1 bytes is not available."""
     fails: Mapping[str, int] = field(default_factory=dict)
@@ -107,6 +109,8 @@ class GPU:
     mode: int = 0
     mig: bool | None = None
     instances: Sequence[Instance] = ()
+    slices: int = 7
+    """The most instances that it can have in MIG mode, which is its compute slices."""
     compute: Sequence[tuple[int, int]] = ()
     graphics: Sequence[tuple[int, int]] = ()
     nvlinks: Sequence[str] = ()
@@ -203,6 +207,7 @@ def write_fleet(
         lines += [f"gpu {gpu.uuid}", f"name {gpu.name}", f"memory {gpu.memory_bytes}"]
         lines += [f"bus {gpu.bus}", f"mode {gpu.mode}"]
         lines += [f"migmode {int(gpu.mig)}"] if gpu.mig is not None else []
+        lines += [f"slices {gpu.slices}"] if gpu.slices != 7 else []
         lines += [f"compute {pid} {used}" for pid, used in gpu.compute]
         lines += [f"graphics {pid} {used}" for pid, used in gpu.graphics]
         lines += [f"worked {' '.join(map(str, each))}" for each in gpu.worked]
@@ -223,6 +228,8 @@ def write_fleet(
             lines += [f"memory {part.memory_bytes}", f"used {part.used_bytes}"]
             lines += [f"of {part.gpu_instance}"] if part.gpu_instance is not None else []
             lines += [f"counted {' '.join(map(str, part.counted))}"] if part.counted else []
+            if part.attributes is not None:
+                lines += [f"attributes {' '.join(map(str, part.attributes))}"]
             lines += [f"compute {pid} {used}" for pid, used in part.compute]
             lines += _rules("fail", part.fails)
     new = path.with_name(f"{path.name}.new")

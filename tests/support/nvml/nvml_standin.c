@@ -28,6 +28,9 @@
  *   of ID                       the instance that a mig belongs to
  *   gpm 0|1                     whether the gpu has performance counters (GPM)
  *   counted GRAPHICS SM DRAM TIME      a mig's counters: so long each was busy, until that time
+ *   slices COUNT                compute slices of a gpu in MIG mode (absent: 7)
+ *   attributes SLICES OWN MEGABYTES   of a mig: compute slices of its instance, and its own of them
+ *                               (absent: those of the profile of its instance; else not supported)
  *
  * How many samples of counters are allocated is written to the file's name with ".samples" added.
  * How often NVML is open is written to the file's name with ".opened" added. In the directory of its
@@ -65,6 +68,12 @@ typedef struct {
     unsigned long long usedGpuMemory;
     unsigned int gpuInstanceId, computeInstanceId;
 } nvmlProcessInfo_t;
+
+typedef struct {
+    unsigned int multiprocessorCount, sharedCopyEngineCount, sharedDecoderCount, sharedEncoderCount,
+        sharedJpegCount, sharedOfaCount, gpuInstanceSliceCount, computeInstanceSliceCount;
+    unsigned long long memorySizeMB;
+} nvmlDeviceAttributes_t;
 
 typedef struct { unsigned int gpu, memory; } nvmlUtilization_t;
 typedef struct {
@@ -124,6 +133,7 @@ typedef struct {
     instance instances[MOST_INSTANCES];
     int kinds, made;
     unsigned int of; /* of a mig: its instance */
+    unsigned int slices, own_slices, megabytes; /* of a gpu: how many; of a mig: its attributes */
     int gpm;
     double counted[3], counted_at; /* of a mig */
 } device;
@@ -227,6 +237,10 @@ static void read_setting(const char *key, const char *rest, device *at, int gpu,
                &at->counted_at);
     } else if (!strcmp(key, "of")) {
         at->of = (unsigned int)atoi(rest);
+    } else if (!strcmp(key, "slices")) {
+        at->slices = (unsigned int)atoi(rest);
+    } else if (!strcmp(key, "attributes")) {
+        sscanf(rest, "%u %u %u", &at->slices, &at->own_slices, &at->megabytes);
     } else if (!strcmp(key, "xid") && sscanf(rest, "%ld %u", &reported.serial, &reported.code) == 2) {
         if (at->reports < MOST_XIDS) at->xids[at->reports++] = reported;
     } else if (sscanf(rest, "%u %lld", &found.pid, &found.bytes) == 2) {
@@ -460,7 +474,7 @@ nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t handle, unsigned int *now, unsign
 }
 nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t handle, unsigned int *count) {
     CALL_FOR("nvmlDeviceGetMaxMigDeviceCount", handle);
-    *count = it->migmode < 0 ? 0 : 7;
+    *count = it->migmode < 0 ? 0 : it->slices ? it->slices : 7;
     return end(SUCCESS);
 }
 nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t handle, unsigned int slot,
@@ -550,6 +564,25 @@ nvmlReturn_t nvmlDeviceGetGpuInstanceId(nvmlDevice_t handle, unsigned int *id) {
     if (part_of(handle) < 0) return end(INVALID_ARGUMENT);
     *id = it->of;
     return end(SUCCESS);
+}
+
+/* What a driver tells of an instance; it needs no root, unlike the profiles. */
+nvmlReturn_t nvmlDeviceGetAttributes_v2(nvmlDevice_t handle, nvmlDeviceAttributes_t *told) {
+    const device *gpu = &fleet.gpu[gpu_of(handle)];
+    const profile *found;
+    int at;
+    CALL_FOR("nvmlDeviceGetAttributes_v2", handle);
+    if (part_of(handle) < 0) return end(NOT_SUPPORTED);
+    memset(told, 0, sizeof *told);
+    told->gpuInstanceSliceCount = it->slices, told->computeInstanceSliceCount = it->own_slices;
+    told->memorySizeMB = it->megabytes;
+    for (at = 0; !it->slices && at < gpu->made; at++)
+        if (gpu->instances[at].id == it->of && (found = profile_of(gpu, gpu->instances[at].profile))) {
+            told->gpuInstanceSliceCount = told->computeInstanceSliceCount = found->slices;
+            told->memorySizeMB = found->megabytes;
+        }
+    told->multiprocessorCount = 14 * told->computeInstanceSliceCount;
+    return end(told->gpuInstanceSliceCount ? SUCCESS : NOT_SUPPORTED);
 }
 
 static nvmlReturn_t running(const process *all, int number, unsigned int *count,

@@ -33,25 +33,34 @@ from gpuspawner.queue.models import WaitingTicket
 from tests.unit.queue.site import DAY, HOUR, T0, Site, lease, scheduler_of, ticket
 
 GIB = 2**30
-names = st.text(st.characters(exclude_characters="*@", exclude_categories=("Cs",)), min_size=1)
+names = st.text(st.characters(exclude_characters="*@~", exclude_categories=("Cs",)), min_size=1)
 
 
+PARTS = st.just(1) | st.integers(2, 8).flatmap(
+    lambda whole: st.integers(1, whole - 1).map(lambda part: Fraction(part, whole))
+)
 groups = st.lists(st.text(min_size=1), max_size=3, unique=True).map(
     lambda some: tuple(sorted(some))
 )
 
 
-@given(names, st.integers(1, 2**40), st.integers(1, 16), names, groups, st.booleans())
+@given(names, st.integers(1, 2**40), st.integers(1, 16), names, PARTS, groups, st.booleans())
 def test_kind_has_the_parts_of_its_device(
-    model: str, memory: int, slots: int, uuid: str, reserved_for: tuple[str, ...], lent: bool
+    model: str,
+    memory: int,
+    slots: int,
+    uuid: str,
+    part: DeviceCount,
+    reserved_for: tuple[str, ...],
+    lent: bool,
 ) -> None:
-    device = Device(uuid=uuid, index=0, model=model, memory_bytes=memory, slots=slots)
+    device = Device(uuid=uuid, index=0, model=model, memory_bytes=memory, slots=slots, part=part)
     kind, lent = kind_of(device), lent and bool(reserved_for)
-    assert parts_of(kind) == KindParts(model, memory, slots)
-    assert pool_of(kind) == pool_of(pool_of(kind)) == pool_kind(model, memory, slots)
+    assert parts_of(kind) == KindParts(model, memory, slots, part)
+    assert pool_of(kind) == pool_of(pool_of(kind)) == pool_kind(model, memory, slots, part)
     assert (uuid in kind) >= (slots > 1)
     reserved = kind_of(replace(device, reserved_for=reserved_for, lent=lent))
-    assert parts_of(reserved) == KindParts(model, memory, slots, reserved_for, lent)
+    assert parts_of(reserved) == KindParts(model, memory, slots, part, reserved_for, lent)
     assert parts_of(pool_of(reserved)) == parts_of(reserved)
     assert open_kind(reserved) == kind and open_kind(kind) == kind
     assert (reserved == kind) == (not reserved_for)

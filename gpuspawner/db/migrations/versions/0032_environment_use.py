@@ -1,7 +1,7 @@
 """What the containers of each environment used, for the metrics.
 
-Revision ID: 0034
-Revises: 0030
+Revision ID: 0032
+Revises: 0031
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0034"
-down_revision = "0030"
+revision = "0032"
+down_revision = "0031"
 
 _COUNTS = (
     "disk_read_bytes",
