@@ -22,7 +22,7 @@ from ..devices.models import Inventory
 from ..engines.preflight import CheckFinding, Status, check_engine, check_sees, no_answer
 from ..services import utcnow
 from ..slurm.cluster import Cluster, Node
-from ..slurm.config import TESTED, counts, is_tested
+from ..slurm.config import TESTED, counts, is_tested, shared_devices
 from ..slurm.images import connector
 from ..slurm.job_spec import devices_of
 from ..slurm.jobs import behind, stays_behind
@@ -44,6 +44,7 @@ OFF = "~"
 """Suffix of a state: the node is off, to save power."""
 
 _GPUS = re.compile(r"gpu(?::([^:,(]+))?:(\d+)")
+_SHARDS = re.compile(r"shard(?::[^:,(]+)?:(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class NodeState:
     reason: str
     gpus: Mapping[str, int]
     """By type."""
+    shards: int
+    """Of all its GPUs."""
     version: str
 
     @property
@@ -70,7 +73,8 @@ def node_states(slurm: Slurm) -> dict[str, NodeState]:
     for line in said.splitlines():
         name, state, version, gres, reason = line.split("|", 4)
         gpus = {kind: int(number) for kind, number in _GPUS.findall(gres)}
-        found[name] = NodeState(state, "" if reason == "none" else reason, gpus, version)
+        shards = sum(map(int, _SHARDS.findall(gres)))
+        found[name] = NodeState(state, "" if reason == "none" else reason, gpus, shards, version)
     return found
 
 
@@ -192,23 +196,27 @@ def _check_node(node: Node, seen: NodeState | None) -> CheckFinding:
         text = "Slurm does not know this node, which is in cluster.yaml."
         remedy = "Write both anew with gpuspawner slurm config, and copy them to every node."
         return CheckFinding(name, Status.FAIL, text, remedy)
-    wanted = counts(node)
-    what = ", ".join(f"{n} {kind}" for kind, n in wanted.items()) or "no GPUs"
+    wanted, shards = counts(node), sum(node.slots_of(device) for device in shared_devices(node))
+    what = _in_words(wanted, shards)
     if seen.state.rstrip(OFF) not in READY:
         why = f" ({seen.reason})" if seen.reason else ""
         text = f"It is {seen.state}{why}: it takes no jobs."
         remedy = f"On {node.name}: systemctl status slurmd. Once it is well: scontrol update "
         remedy += f"NodeName={node.name} State=RESUME"
         return CheckFinding(name, Status.FAIL, text, remedy)
-    if seen.gpus != wanted:
-        other = ", ".join(f"{n} {kind}" for kind, n in seen.gpus.items()) or "no GPUs"
-        text = f"Slurm counts {other}, and cluster.yaml {what}."
+    if (seen.gpus, seen.shards) != (wanted, shards):
+        text = f"Slurm counts {_in_words(seen.gpus, seen.shards)}, and cluster.yaml {what}."
         remedy = "Write both anew with gpuspawner slurm config, and restart slurmctld and slurmd."
         return CheckFinding(name, Status.FAIL, text, remedy)
     if seen.version and not seen.off and not is_tested(seen.version):
         text = f"Its slurmd is {seen.version}; gpuspawner is tested with {', '.join(TESTED)}."
         return CheckFinding(name, Status.FAIL, text, "Install one of these there.")
     return CheckFinding(name, Status.OK, f"{seen.state}, {what}")
+
+
+def _in_words(gpus: Mapping[str, int], shards: int) -> str:
+    said = ", ".join(f"{n} {kind}" for kind, n in gpus.items()) or "no GPUs"
+    return f"{said}, {shards} shards" if shards else said
 
 
 # Engines.

@@ -176,7 +176,7 @@ def _billing(cluster: Cluster) -> str:
 def _node_line(node: Node) -> str:
     gres = [f"gpu:{name}:{count}" for name, count in counts(node).items()]
     # Without types, which Slurm takes from gres.conf: those of the devices with these files.
-    if shards := sum(node.slots_of(device) for device in _shared(node)):
+    if shards := sum(node.slots_of(device) for device in shared_devices(node)):
         gres.append(f"shard:{shards}")
     words = [f"NodeName={node.name}", f"NodeAddr={node.address}", f"CPUs={node.cpus}"]
     words += [node.layout] if node.layout else []
@@ -196,7 +196,8 @@ def counts(node: Node) -> Counter[str]:
     return Counter(device.gres for device in node.devices)
 
 
-def _shared(node: Node) -> list[NodeDevice]:
+def shared_devices(node: Node) -> list[NodeDevice]:
+    """Return the devices of a node that have shards."""
     return [device for device in node.devices if node.slots_of(device) > 1]
 
 
@@ -207,7 +208,8 @@ def gres_conf(cluster: Cluster) -> str:
         name = f"NodeName={node.name}"
         lines += [f"{name} Name=gpu Type={d.gres} File={d.file}" for d in node.devices]
         lines += [
-            f"{name} Name=shard Count={node.slots_of(d)} File={d.file}" for d in _shared(node)
+            f"{name} Name=shard Count={node.slots_of(d)} File={d.file}"
+            for d in shared_devices(node)
         ]
     return "\n".join(lines) + "\n"
 

@@ -15,14 +15,17 @@ from pathlib import Path
 
 import pytest
 
+from gpuspawner.cli.check_slurm import _check_node, node_states
 from gpuspawner.core.errors import TooMuchAsked
 from gpuspawner.core.units import MICRO
 from gpuspawner.engines.base import LABEL_LEASE
+from gpuspawner.engines.preflight import Status
 from gpuspawner.leases.models import Lease, Request, ServerRef, Sharing, Terms
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from gpuspawner.slurm import accounts
 from gpuspawner.slurm.cluster import Cluster
+from gpuspawner.slurm.programs import Slurm
 from tests.support.brokers import problems
 from tests.support.configured_cluster import ConfiguredCluster
 from tests.support.images import INSTANT
@@ -123,6 +126,17 @@ def test_whole_devices_and_shares_are_leased_at_the_same_time(services: Services
     end(services, alone)
     start(services, late)
     assert problems(services.store) == []
+
+
+def test_check_compares_shards_with_slurm(cluster: ConfiguredCluster, described: Cluster) -> None:
+    states = node_states(Slurm(conf=str(cluster.conf)))
+    first, second = described.nodes
+    assert [states[node.name].shards for node in (first, second)] == [4, 0]
+    assert _check_node(first, states[first.name]).text.endswith("1 a100, 1 h100, 4 shards")
+    outdated = replace(first, shards={"a100": 2})
+    told = _check_node(outdated, states[first.name])
+    assert told.status is Status.FAIL
+    assert "counts 1 a100, 1 h100, 4 shards, and cluster.yaml 1 a100, 1 h100, 2 sh" in told.text
 
 
 def test_share_of_a_model_that_is_not_shared_is_rejected(services: Services) -> None:
