@@ -214,7 +214,7 @@ def test_catalog_pull_reports_the_image_on_every_node(
 ) -> None:
     """These nodes reach no registry: what a pull itself does is tried on one engine."""
     first, second = cluster.nodes
-    moved = replace(described.nodes[1], name="moved", devices=())
+    moved = replace(described.nodes[1], name="moved", devices=(), shards={})
     away = replace(moved, name="away", engine=f"https://{second.address}:9")
     nodes = replace(described, nodes=(described.nodes[0], moved, away))
     (tmp_path / "catalog.yaml").write_text(
