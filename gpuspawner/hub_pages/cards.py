@@ -150,6 +150,8 @@ class Card:
     """The logo, or an icon of its kind."""
     badges: Markup
     """The frameworks, and how many devices a server may have."""
+    devices: str
+    """How many devices a server may have, such as ``1 to 4 GPUs``."""
     text: str
     """The summary, or the beginning of the description."""
     now: str
@@ -218,7 +220,8 @@ def make_cards(
         Card(
             environment=environment,
             face=_face(environment, pages_url),
-            badges=_badges(environment),
+            badges=_badges(environment, bool(prices.shares_of(environment))),
+            devices=devices_of(environment, bool(prices.shares_of(environment))),
             text=first_words(environment.summary or environment.description),
             now=said(
                 outlooks[environment.slug],
@@ -239,14 +242,18 @@ def usual_request(environment: Environment) -> Request:
     return _request(environment, SHARE if environment.sharing == "slot" else usual, "")
 
 
-def devices_of(environment: Environment) -> str:
-    """Return how many devices a server of this environment may have, in words."""
+def devices_of(environment: Environment, shares: bool = False) -> str:
+    """Return how many devices a server of this environment may have, in words.
+
+    ``shares``: True if it can have a share of one on this hub.
+    """
     most = environment.devices.max
     if environment.sharing == "slot":
         return "a share of a GPU" if most else "no GPU"
-    if most < 2:
-        return "1 GPU" if most else "no GPU"
-    return f"1 to {most} GPUs"
+    if not most:
+        return "no GPU"
+    whole = "1 GPU" if most == 1 else f"1 to {most} GPUs"
+    return f"{whole} or a share of one" if shares else whole
 
 
 def _of_shares(outlook: Outlook, shares: Iterable[ShareCount]) -> Outlook:
@@ -333,12 +340,12 @@ def _face(environment: Environment, pages_url: str) -> Markup:
 
 
 @lru_cache(maxsize=1024)
-def _badges(environment: Environment) -> Markup:
+def _badges(environment: Environment, shares: bool) -> Markup:
     of_one = Markup('<span class="badge text-bg-light border">{} {}</span>')
     shown = islice(environment.frameworks.items(), MOST_BADGES)
     found = [of_one.format(name, version) for name, version in shown]
     devices = Markup('<span class="badge text-bg-secondary">{}</span>')
-    return Markup(" ").join([*found, devices.format(devices_of(environment))])
+    return Markup(" ").join([*found, devices.format(devices_of(environment, shares))])
 
 
 T = TypeVar("T")

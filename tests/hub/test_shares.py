@@ -48,6 +48,15 @@ environments:
 """
 
 SHARE = "1/4 of T4, about 4 GB"
+FITS = """select => {
+    const pen = document.createElement("canvas").getContext("2d");
+    const style = getComputedStyle(select);
+    pen.font = style.font;
+    const padding = parseFloat(style.paddingLeft) + parseFloat(style.paddingRight);
+    const width = pen.measureText(select.selectedOptions[0].text).width;
+    return width + padding <= select.clientWidth;
+}"""
+"""True if the choice of a select field is not cut off."""
 NOTE = "shared with up to 3 others, not isolated"
 
 
@@ -120,6 +129,7 @@ def test_form_offers_a_share_with_its_price_and_its_limits(
     summary = page.inner_text("#gpuspawner-summary")
     assert "1/4 of T4 (about 4 GB)" in summary
     assert "1.00 credits an hour" in summary
+    assert page.locator("#gpus").evaluate(FITS), "the choice can be read"
     look_over(page, "shares-form")
     look_over_in_the_dark(page, "shares-form")
     page.check("#environment-whole")
@@ -238,4 +248,9 @@ def test_catalog_page_prices_the_share(hub: PayingHub) -> None:
         f"{hub.url}/hub/environments", headers=NAVIGATION, timeout=60
     )
     assert "a share of a GPU" in answer.text
+    assert "1 GPU or a share of one" in answer.text
     assert "1.00 credits an hour for a share" in answer.text
+    page = hub.browser_of("eve").get(
+        f"{hub.url}/hub/environments/course", headers=NAVIGATION, timeout=60
+    )
+    assert "<dd>a share of a GPU, or none</dd>" in page.text
