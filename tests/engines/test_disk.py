@@ -13,6 +13,7 @@ import pytest
 from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.engines.disk_usage import check_disk, limited, refusal, storage_of, written_bytes
 from gpuspawner.engines.preflight import CheckFinding, Status
+from gpuspawner.engines.resource_use import read_stats
 from gpuspawner.spawners.container import ContainerSettings, DiskLimit, build
 from tests.engines.test_spawner_calls import spawner_on
 from tests.support.engine import PrivateEngine
@@ -172,3 +173,19 @@ async def test_refused_disk_limit_is_remembered_and_not_enforced(
         assert await disk_limit(spawner, SILENT) == DiskLimit(LIMIT)
     assert asked == ["info"], "it is remembered"
     assert clean_engine.client.containers(all=True, filters={"label": LABEL_LEASE}) == []
+
+
+def test_use_of_a_container_is_read_from_cgroups_v2(told: Any) -> None:
+    """This machine's own are of version 1."""
+    answer = told["overlay2"]["neighbour used"]
+    assert "cache" not in answer["memory_stats"]["stats"], "a figure of version 1"
+    use = read_stats(answer)
+    assert use is not None and use.read_at is not None
+    assert use.disk_written_bytes is not None and use.disk_written_bytes >= 10 * MB
+    assert use.disk_read_bytes is not None
+    assert use.cpu_seconds is not None
+    # What it wrote is in the cache, which is not counted.
+    assert answer["memory_stats"]["usage"] > 10 * MB
+    assert use.memory_bytes is not None and 0 < use.memory_bytes < 5 * MB
+    assert use.memory_limit_bytes == answer["memory_stats"]["limit"]
+    assert (use.memory_highest_bytes, use.network_received_bytes) == (None, None)

@@ -35,7 +35,8 @@ LIMIT = 20 * MB
 LARGE = "gpuspawner/large:test"
 """An image that is larger than the limit."""
 MODULES = Path("/usr/lib/uml/modules")
-GROUPS = ("memory", "cpu", "cpuacct", "devices", "freezer", "pids")
+GROUPS = Path("/sys/fs/cgroup")
+"""Of version 2, in which alone all controllers are together."""
 SETTINGS = ("--iptables=false", "--ip-masq=false", "--ip-forward=false", "--bridge=none")
 PATIENCE_SECONDS = 60.0
 
@@ -58,10 +59,14 @@ def prepare() -> None:
     for name in ("overlay", "loop"):
         [module] = MODULES.glob(f"*/**/{name}.ko")
         shell(f"busybox insmod {module}")
-    shell("mount -t tmpfs cgroups /sys/fs/cgroup")
-    for group in GROUPS:
-        place = f"/sys/fs/cgroup/{group}"
-        shell(f"mkdir {place} && mount -t cgroup -o {group} cgroups {place}")
+    shell(f"mount -t cgroup2 cgroups {GROUPS}")
+    # A group with processes of its own cannot limit those below it; the kernel's threads stay.
+    shell(
+        f"mkdir {GROUPS}/init && for pid in $(cat {GROUPS}/cgroup.procs); do "
+        f"echo $pid > {GROUPS}/init/cgroup.procs 2> /dev/null || true; done"
+    )
+    # This kernel does not give its controller of CPUs away.
+    shell(f"echo +io +memory +pids > {GROUPS}/cgroup.subtree_control")
 
 
 @contextmanager
@@ -129,6 +134,7 @@ def scene(driver: str, data: Path, **wishes: int) -> dict[str, Any]:
                 return text if "done" in text else ""
 
             found[user] = eventually(said, "the end of its writing")
+            found[f"{user} used"] = client.stats(container, stream=False, one_shot=True)
         for each in limited(client):
             written = written_bytes(client, each.container_id) or 0
             found[f"{each.lease_id} judged"] = [written, each.judge(written)]

@@ -1,5 +1,5 @@
 """What is read from an engine's answers about the use of a container: recorded ones of cgroups v1
-(Engine 20.10) and v2 (its documented form)."""
+(Engine 20.10) and v2 (its documented form too)."""
 
 from __future__ import annotations
 
@@ -59,6 +59,23 @@ V2: dict[str, Any] = {
     },
     "networks": {"eth0": {"rx_bytes": 5, "tx_bytes": 6}},
 }
+V2_WITHOUT_NETWORK: dict[str, Any] = {
+    "read": "2026-11-29T08:57:24.208518212Z",
+    "blkio_stats": {
+        "io_service_bytes_recursive": [
+            {"major": 98, "minor": 16, "op": "read", "value": 0},
+            {"major": 98, "minor": 16, "op": "write", "value": 10486784},
+        ],
+        "io_serviced_recursive": None,
+    },
+    "cpu_stats": {"cpu_usage": {"total_usage": 0, "usage_in_kernelmode": 0}, "online_cpus": 1},
+    "memory_stats": {
+        "usage": 10760192,
+        "stats": {"active_file": 0, "anon": 57344, "file": 10485760, "inactive_file": 10485760},
+        "limit": 67108864,
+    },
+}
+"""Of a container that wrote 10 MB (Engine 20.10 in user-mode Linux)."""
 STOPPED: dict[str, Any] = {
     "read": "0001-01-01T00:00:00Z",
     "blkio_stats": {"io_service_bytes_recursive": None},
@@ -98,6 +115,17 @@ def test_every_figure_but_the_highest_is_read_from_cgroups_v2() -> None:
         disk_written_bytes=200,
         network_received_bytes=5,
         network_sent_bytes=6,
+    )
+
+
+def test_container_without_a_network_has_no_figure_of_one() -> None:
+    assert read_stats(V2_WITHOUT_NETWORK) == ResourceUse(
+        read_at=READ_AT,
+        cpu_seconds=0.0,
+        memory_bytes=274432,
+        memory_limit_bytes=67108864,
+        disk_read_bytes=0,
+        disk_written_bytes=10486784,
     )
 
 
