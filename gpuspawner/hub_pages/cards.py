@@ -25,9 +25,10 @@ from ..catalog.loader import Catalog
 from ..catalog.markdown import first_words, to_html
 from ..catalog.models import Environment
 from ..catalog.value_kinds import LOGO_TYPES
-from ..core.units import format_devices
+from ..core.units import format_bytes, format_cores, format_devices
 from ..devices.placement import format_memory
 from ..devices.snapshots import Overview, ShareCount
+from ..leases.host_resources import HostAmount, guaranteed_to
 from ..leases.models import SHARE, Request, Sharing
 from ..ledger.rules import format_time_left
 from ..queue.positions import Outlook
@@ -239,6 +240,8 @@ def make_cards(
 def usual_request(environment: Environment) -> Request:
     """Return the usual request in an environment, which its card describes."""
     usual = max(1, environment.devices.default)
+    if environment.cpu_only:
+        return Request(**_guaranteed(environment).as_fields())
     return _request(environment, SHARE if environment.sharing == "slot" else usual, "")
 
 
@@ -267,12 +270,14 @@ def _of_shares(outlook: Outlook, shares: Iterable[ShareCount]) -> Outlook:
 def said(outlook: Outlook, now: datetime, *, cpu_only: bool = False, what: str = "GPU") -> str:
     """Return the availability: ``0 of 8 GPUs free now, start by 15:17 UTC at the latest``."""
     if cpu_only:
-        return "Available now"
+        return f"Waits for {outlook.lacking}" if outlook.lacking else "Available now"
     if not outlook.total:
         return "No suitable GPU in service"
     plural = "" if outlook.total == 1 else "s"
     free, total = map(format_devices, (outlook.free, outlook.total))
     free = f"{free} of {total} {what}{plural} free now"
+    if outlook.lacking:
+        return f"{free}, waits for {outlook.lacking}"
     if start := "" if outlook.at_once else outlook.start(now):
         return f"{free}, start {start}"
     return f"{free}, others wait" if outlook.ahead and not outlook.at_once else free
@@ -345,7 +350,10 @@ def _badges(environment: Environment, shares: bool) -> Markup:
     shown = islice(environment.frameworks.items(), MOST_BADGES)
     found = [of_one.format(name, version) for name, version in shown]
     devices = Markup('<span class="badge text-bg-secondary">{}</span>')
-    return Markup(" ").join([*found, devices.format(devices_of(environment, shares))])
+    found.append(devices.format(devices_of(environment, shares)))
+    if guaranteed := _guaranteed(environment):
+        found.append(devices.format(f"{guaranteed} guaranteed"))
+    return Markup(" ").join(found)
 
 
 T = TypeVar("T")
@@ -427,7 +435,10 @@ def logo_file(catalog: Catalog, environment: Environment) -> tuple[bytes, str]:
 def _limits(environment: Environment, usual: Mapping[str, object]) -> dict[str, str]:
     e, hours = environment, environment.hours.max
     memory, cores = e.mem_limit or usual.get("mem_limit"), e.cpu_limit or usual.get("cpu_limit")
+    kept = _guaranteed(e)
     return {
+        "cores_guaranteed": format_cores(kept.milli_cpus) if kept.milli_cpus else "",
+        "memory_guaranteed": format_bytes(kept.memory_bytes) if kept.memory_bytes else "",
         "gpu_memory": format_memory(e.min_memory) if e.min_memory else "",
         "session": format_time_left(timedelta(hours=hours)) if hours else "",
         "cores": f"{cores:g}" if isinstance(cores, (int, float)) else "",
@@ -455,7 +466,7 @@ def wait_tables(
     """
     alike = group_alike(
         (e for e in environments if not e.cpu_only),
-        lambda e: (e.devices, e.models, e.min_memory, e.sharing),
+        lambda e: (e.devices, e.models, e.min_memory, e.sharing, _guaranteed(e)),
     )
     choices = [
         list(product(counts, ["", *models], [0])) if by_memory is None else by_memory[some[0].slug]
@@ -482,6 +493,8 @@ def sentence(outlook: Outlook, now: datetime) -> str:
         return "Starts now."
     if not outlook.total:
         return ""
+    if outlook.lacking:
+        return f"You would wait in the queue for {outlook.lacking}."
     if start := outlook.start(now):
         return f"Not enough are free now. Expected start: {start}."
     return "Not enough are free now. You would wait in the queue."
@@ -501,4 +514,10 @@ def _request(environment: Environment, count: int | str, model: str, memory: int
         models=environment.models,
         memory_bytes=max(environment.min_memory, memory * 10**9),
         smallest=memory > 0,
+        **_guaranteed(environment).as_fields(),
     )
+
+
+def _guaranteed(environment: Environment) -> HostAmount:
+    """Return what a server is guaranteed with the usual options of an environment."""
+    return guaranteed_to(environment.with_options({}))

@@ -155,3 +155,13 @@ class HostBudget:
         """
         left = self.total - reserved
         return left if has_devices else left - self.per_free_gpu.for_devices(free_devices)
+
+    def summary(self, reserved: HostAmount) -> str:
+        """Describe how much is reserved: ``40.0 GB of 92.0 GB of memory reserved``."""
+        parts = []
+        if self.total.memory_bytes != UNLIMITED:
+            used, total = map(format_bytes, (reserved.memory_bytes, self.total.memory_bytes))
+            parts.append(f"{used} of {total} of memory")
+        if self.total.milli_cpus != UNLIMITED:
+            parts.append(f"{reserved.milli_cpus / 1000:g} of {format_cores(self.total.milli_cpus)}")
+        return " and ".join(parts) + " reserved"

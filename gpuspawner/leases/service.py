@@ -228,6 +228,10 @@ class LeaseService:
             repository.go_on_resting(connection, lease)
         return lease
 
+    def host_reserved(self) -> HostAmount:
+        """Return how much of the host's memory and CPU open leases have reserved."""
+        return self.store.run(repository.reserved)
+
     def require_budget(self, request: Request) -> None:
         """Raise TooMuchAsked if the host can never guarantee so much, however long it waits."""
         if self.budget is None or request.host.fits(self.budget.total):

@@ -169,6 +169,8 @@ class ClusterSnapshot:
     """Why the devices cannot be seen; empty if they can."""
     own: Mapping[str, Mapping[str, OwnPlace]] = field(default_factory=dict)
     """For each member, what they have of each device, by UUID."""
+    host: str = ""
+    """How much of the host's memory and CPU is reserved, in words; empty without a budget."""
 
 
 def look(services: Services, recent: Recent) -> ClusterSnapshot:
@@ -177,6 +179,7 @@ def look(services: Services, recent: Recent) -> ClusterSnapshot:
     overview = services.monitoring.overview()
     opened = {lease.id: lease for lease in services.leases.open_leases()}
     minutes, samples = services.monitoring.use_now(), recent()
+    budget = services.leases.budget
     own: dict[str, dict[str, OwnPlace]] = {}
     tiles = []
     for view in overview.devices:
@@ -195,6 +198,7 @@ def look(services: Services, recent: Recent) -> ClusterSnapshot:
         waiting=overview.waiting,
         error=overview.error,
         own=own,
+        host=budget.summary(services.leases.host_reserved()) if budget else "",
     )
 
 
@@ -296,12 +300,13 @@ def _memory(doing: DeviceActivity, size: int) -> str:
 
 
 def summary(picture: ClusterSnapshot) -> str:
-    """Return how many devices and shares are free and how many tickets wait."""
+    """Return how many devices and shares are free, what is reserved, and how many tickets wait."""
     queue = f"{picture.waiting} in the queue" if picture.waiting else "the queue is empty"
     shared = [tile.view for tile in picture.tiles if tile.device.slots > 1]
     total = sum(view.device.slots for view in shared if view.in_service)
     shares = f"{sum(view.free_slots for view in shared)} of {total} shares free, " if total else ""
-    return f"{picture.free} of {picture.total} free, {shares}{queue}"
+    host = f"{picture.host}, " if picture.host else ""
+    return f"{picture.free} of {picture.total} free, {shares}{host}{queue}"
 
 
 log = logging.getLogger(__name__)

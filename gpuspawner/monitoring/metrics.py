@@ -28,6 +28,7 @@ from ..core.units import MICRO
 from ..devices.closures import GRANTING, HEALTH, LEAK, Closure, kept_for
 from ..devices.models import Device
 from ..devices.repository import StoredHealth
+from ..leases.host_resources import UNLIMITED
 from ..leases.models import Lease, LeaseState
 from ..ledger import rules as ledger_rules
 from ..ledger.totals import SystemTotals, TotalUse
@@ -197,6 +198,7 @@ class HubCollector(Collector):
         yield from self._jobs()
         yield from self._devices(opened)
         yield from self._containers()
+        yield from self._host()
         yield from self._line(used.waits, now)
         yield _gauge(
             "charge_lag_seconds",
@@ -300,6 +302,20 @@ class HubCollector(Collector):
         for figure, what in _CONTAINERS:
             counts = (([name], getattr(each, figure)) for name, each in sorted(used.items()))
             yield _counters(f"container_{figure}", what, ["environment"], counts)
+
+    def _host(self) -> Iterator[Metric]:
+        budget = self.services.leases.budget
+        if budget is None:
+            return
+        reserved, total = self.services.leases.host_reserved(), budget.total
+        what = "of this machine that open leases have reserved"
+        yield _gauge("host_memory_reserved_bytes", f"Bytes of memory {what}", reserved.memory_bytes)
+        yield _gauge("host_cpus_reserved", f"CPU cores {what}", reserved.milli_cpus / 1000)
+        what = "that leases may reserve together"
+        if total.memory_bytes != UNLIMITED:
+            yield _gauge("host_memory_budget_bytes", f"Bytes of memory {what}", total.memory_bytes)
+        if total.milli_cpus != UNLIMITED:
+            yield _gauge("host_cpus_budget", f"CPU cores {what}", total.milli_cpus / 1000)
 
     def _line(self, waits: Sequence[float], now: datetime) -> Iterator[Metric]:
         waiting = self.services.queue.waiting()

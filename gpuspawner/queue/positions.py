@@ -393,6 +393,7 @@ class PositionService:
                 estimate=estimates.get(ticket.id),
                 planned=_moment_or_none(planned),
                 latest=_moment_or_none(latest),
+                cpu_only=not ticket.request.devices,
             )
         return found
 

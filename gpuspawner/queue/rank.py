@@ -79,6 +79,8 @@ class QueuePosition:
 
     No extension moves it.
     """
+    cpu_only: bool = False
+    """True if it asks for no device."""
 
     def sentence(self, now: datetime) -> str:
         """Return the sentence for the pending page."""

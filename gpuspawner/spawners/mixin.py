@@ -687,7 +687,9 @@ class GPUSpawnerMixin(Spawner):
 
     @property
     def can_start_without_gpu(self) -> bool:
-        """True if the environment of a waiting start runs without a GPU, too."""
+        """True if a start waits for a GPU, and its environment runs without one, too."""
+        if self.ticket is None or not self.ticket.request.devices:
+            return False
         return self.chosen is not None and self.chosen.cpu_variant
 
     async def start_without_gpu(self) -> None:

@@ -91,6 +91,8 @@ def metrics() -> tuple[SimpleNamespace, ...]:
         config = Config()
         config.GPUDatabase.url = f"sqlite:///{folder}/metrics.sqlite"
         config.GPUDevices.source = "simulated:1xT4"
+        config.GPUHost.memory = config.GPUHost.cpus = "auto"
+        config.GPUHost.system_memory, config.GPUHost.system_cpus = "1M", 0.5
         services = Services(config=config)
         try:
             # The metrics of batch jobs have series only where there is a cluster.

@@ -20,7 +20,7 @@ from gpuspawner.monitoring.models import DeviceUse
 from gpuspawner.monitoring.resource_service import ContainerSample
 from gpuspawner.services import Services
 from tests.support.batch_jobs import A100, CLUSTER, H100, run
-from tests.support.brokers import T0, Clock, Make, running
+from tests.support.brokers import T0, Clock, Make, acquire, running
 from tests.support.rounds import ScriptedHub, make_tick
 
 
@@ -111,6 +111,17 @@ def test_queue_metrics_report_length_and_wait_time(services: Services) -> None:
     seen = read(HubCollector(services))
     assert seen["gpuspawner_queue_length"] == 0
     assert seen['gpuspawner_queue_wait_seconds{quantile="1"}'] == 420
+
+
+def test_host_metrics_report_what_is_reserved_and_the_budget(make: Make) -> None:
+    assert not any("_host_" in name for name in read(HubCollector(make())))
+    services = make(host_memory="36G", host_cpus=9)
+    acquire(services, "anna", 0, host_memory_bytes=2**33, host_milli_cpus=1500)
+    seen = read(HubCollector(services))
+    assert seen["gpuspawner_host_memory_reserved_bytes"] == 2**33
+    assert seen["gpuspawner_host_memory_budget_bytes"] == 2**35
+    assert seen["gpuspawner_host_cpus_reserved"] == 1.5
+    assert seen["gpuspawner_host_cpus_budget"] == 8
 
 
 def test_incremental_totals_equal_recomputed_totals(services: Services) -> None:

@@ -53,6 +53,20 @@ def busy(**known: Any) -> Outlook:
     return Outlook(**{"free": 0, "total": 8, "at_once": False, **known})
 
 
+def test_card_and_form_state_what_the_host_lacks() -> None:
+    lacking = "8.0 GB of memory (1.0 GB free)"
+    found = Outlook(2, 8, at_once=False, lacking=lacking)
+    assert said(found, NOW) == f"2 of 8 GPUs free now, waits for {lacking}"
+    assert sentence(found, NOW) == f"You would wait in the queue for {lacking}."
+    none = Outlook(0, 0, at_once=False, lacking=lacking)
+    assert said(none, NOW, cpu_only=True) == f"Waits for {lacking}"
+    kept = CPU.model_copy(update={"mem_guarantee": 2**33, "cpu_guarantee": 1.5})
+    assert usual_request(kept) == Request(host_memory_bytes=2**33, host_milli_cpus=1500)
+    wide = TORCH.model_copy(update={"cpu_guarantee": 4.0})
+    asked = usual_request(wide)
+    assert (asked.devices, asked.host_milli_cpus) == (1, 4000)
+
+
 def test_card_and_form_state_the_expected_start() -> None:
     at = NOW + 22 * MINUTE
     found = busy(planned=at, latest=at)

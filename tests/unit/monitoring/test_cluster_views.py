@@ -12,6 +12,7 @@ import pytest
 
 from gpuspawner.devices.models import Device, DeviceStatus
 from gpuspawner.devices.snapshots import DeviceView
+from gpuspawner.leases.host_resources import UNLIMITED, HostAmount, HostBudget
 from gpuspawner.leases.models import Lease, LeaseState, ServerRef
 from gpuspawner.monitoring.cluster_views import (
     ClusterSnapshot,
@@ -170,6 +171,17 @@ def test_tile_start_time_and_queue_summary_are_formatted() -> None:
     assert words(tile(held=False, state="free"), ViewerScope.PLAIN, NOW)["since"] == ""
     for count, said in ((0, "the queue is empty"), (1, "1 in the queue"), (7, "7 in the queue")):
         assert summary(ClusterSnapshot(NOW, (), 8, 3, count, "")) == f"3 of 8 free, {said}"
+
+
+def test_summary_tells_what_is_reserved_of_the_host() -> None:
+    budget = HostBudget(HostAmount(2**35, 8000))
+    host = budget.summary(HostAmount(2**34, 2500))
+    assert summary(ClusterSnapshot(NOW, (), 8, 3, 0, "", host=host)) == (
+        "3 of 8 free, 16.0 GB of 32.0 GB of memory and 2.5 of 8 CPU cores reserved, "
+        "the queue is empty"
+    )
+    only = HostBudget(HostAmount(UNLIMITED, 8000))
+    assert only.summary(HostAmount()) == "0 of 8 CPU cores reserved"
 
 
 def test_shared_device_shows_which_slots_are_taken_and_by_whom() -> None:
