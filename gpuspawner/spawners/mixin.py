@@ -47,7 +47,7 @@ from ..core.errors import (
 from ..core.units import format_credits
 from ..engines.base import Engine
 from ..engines.injection import framework_hints
-from ..leases.host_resources import HostAmount
+from ..leases.host_resources import NOTHING, HostAmount
 from ..leases.models import Lease, LeasedDevice, LeaseKind, LeaseState, Request, ServerRef, Terms
 from ..ledger.rules import check_payer
 from ..queue.models import Ticket
@@ -331,7 +331,12 @@ class GPUSpawnerMixin(Spawner):
         return int(self._value_of("gpu_limit"))
 
     def usual_guarantee(self) -> HostAmount:
-        """Return what the spawner's own traits guarantee, for environments that say nothing."""
+        """Return what the spawner's own traits guarantee, for environments that say nothing.
+
+        Nothing if the host has no budget: then no callable of the admin's is called for it.
+        """
+        if self.services.leases.budget is None:
+            return NOTHING
         return HostAmount.of(self._value_of("mem_guarantee"), self._value_of("cpu_guarantee"))
 
     def _value_of(self, trait: str) -> Any:
@@ -1061,8 +1066,9 @@ class GPUSpawnerMixin(Spawner):
             if (value := getattr(environment, trait)) is not None:
                 setattr(self, trait, value)
         for limit, guarantee in (("mem_limit", "mem_guarantee"), ("cpu_limit", "cpu_guarantee")):
-            most, kept = getattr(environment, limit), self._value_of(guarantee)
-            if most and kept and kept > most:  # the hub's usual one: engines would refuse it
+            most, kept = getattr(environment, limit), getattr(self, guarantee, None)
+            # The hub's usual guarantee: engines refuse one above the limit.
+            if most and isinstance(kept, (int, float)) and kept > most:
                 setattr(self, guarantee, most)
         # /lab is also the default of an environment, which must not override the admin.
         if self.catalog and (
