@@ -409,7 +409,7 @@ class PlacementIndex:
             if device.status is not DeviceStatus.PARENT and device.compute_mode != "prohibited"
         )
         self._existing = sorted(existing, key=_by_index)
-        self._near = neighbours(links)
+        self._near = neighbours({ends: near for ends, near in links.items() if self._alike(*ends)})
         leasable_ones = [device for device in devices if leasable(device) is None]
         # Empty and without a lease: free unless a lease is added.
         self._idle = {d.uuid: d for d in leasable_ones if d.empty}
@@ -424,6 +424,11 @@ class PlacementIndex:
         self._members = Counter(self._group.values())
         self._suitable = lru_cache(maxsize=64)(self._find_suitable)
         self._last: _Free | None = None
+
+    def _alike(self, one: str, other: str) -> bool:
+        """Return True if one lease may have both devices: they are reserved alike."""
+        ends = self.by_uuid.get(one), self.by_uuid.get(other)
+        return len({reservation_of(end) for end in ends if end is not None}) < 2
 
     def is_for_slot(self, request: Request) -> bool:
         """Return True if the request gets one slot of its device, False if all of them."""

@@ -174,7 +174,7 @@ def test_whole_devices_are_asked_for_whether_shared_or_not(
         (CLUSTER, {}, "This hub has no shared GPU. Ask for a whole one"),
         (SHARED, {"model": "H100"}, "No H100 GPU is shared on this hub. Shared are 2 NVIDIA A100"),
         (SHARED, {"devices": 2}, "A share is of one GPU, and you asked for 2. Ask for 1."),
-        (SHARED, {"memory_bytes": 20 * GIB}, "The largest share of GPU has 10 GB."),
+        (SHARED, {"memory_bytes": 20 * GIB}, "The largest share of a GPU has 10 GB: ask for less."),
     ],
 )
 def test_share_that_no_node_has_is_rejected(
