@@ -45,7 +45,8 @@ WITHOUT_NAMES = {
     "closures": "subject",
     "device_health": "accepted cause probe reason uuid verdict",
     "device_use": "error lease_id uuid xids",
-    "devices": "compute_mode model parent_uuid pci_bus_id processes reason source status uuid",
+    "devices": "compute_mode model parent_uuid pci_bus_id processes reason reserved_for source "
+    "status uuid",
     "environment_use": "environment",
     "folder_members": "folder_id",
     "folders": "id",

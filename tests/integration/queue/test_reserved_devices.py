@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
+from gpuspawner.core.errors import NoDeviceFree, TooManyTickets, TooMuchAsked
 from gpuspawner.leases.models import YIELD_SECONDS, Lease, Request, ServerRef, Sharing, Terms
 from gpuspawner.queue.kinds import parts_of
 from gpuspawner.queue.models import Ticket
@@ -281,6 +281,8 @@ def test_groups_never_wait_for_devices_that_they_lent(
             asked = {"model": model, "sharing": sharing, "preemptible": what == "run"}
             try:
                 ask(services, user, groups_of(user), server=f"{number}", **asked)
+            except TooManyTickets:
+                assert len([x for x in services.queue.waiting() if x.server.user == user]) == 3
             except (NoDeviceFree, TooMuchAsked) as error:
                 may_not = model == "A100" and not groups_of(user)
                 assert what == "run" or (isinstance(error, TooMuchAsked) and may_not)

@@ -198,7 +198,7 @@ def test_budget_that_is_never_reached_changes_no_decision(
 @settings(max_examples=examples(40))
 @given(
     devices=st.integers(1, 4),
-    memory=st.integers(8, 20),
+    memory=st.integers(9, 20),
     share=st.integers(0, 2),
     wide=st.integers(0, 4),
     part=st.floats(0.1, 1.0),
