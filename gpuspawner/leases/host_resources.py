@@ -65,7 +65,7 @@ class HostAmount:
         )
 
     def less_than(self, asked: HostAmount) -> HostAmount:
-        """Return the memory, the CPU or both of which more is asked for."""
+        """Return what is asked too much of: the memory, the CPU cores or both."""
         return HostAmount(
             self.memory_bytes if asked.memory_bytes > self.memory_bytes else 0,
             self.milli_cpus if asked.milli_cpus > self.milli_cpus else 0,

@@ -1,7 +1,7 @@
 """The host's memory and CPU in the decisions of a scheduler: what is left, and for whom. Pure.
 
-A ticket starts only if what it is guaranteed is left. While one waits for that alone, others may
-use what it cannot; but not for ever: after some time, what becomes free is kept for it.
+A ticket starts only if what it is guaranteed is left. While it waits for that alone, others may
+use what is too little for it; after some time, what becomes free is kept for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HostAdmission:
     """Decides which tickets find enough memory and CPU on the host."""
 
     def __init__(self, budget: HostBudget, patience: float) -> None:
-        """Create it; a ticket that only waits for the host lets others go for ``patience`` s."""
+        """Create it; after ``patience`` seconds, what one ticket waits for is kept for it."""
         self._budget = budget
         self._patience = patience
         self._since: dict[str, float] = {}
