@@ -207,7 +207,7 @@ def test_visitor_launches_a_server_from_the_catalog(hub: PayingHub, browser: Bro
     assert hub.server("ada") is None and not hub.services.leases.open_leases()
     page.get_by_label("GPUs", exact=True).select_option("2")
     page.get_by_label("Time limit").select_option("4")
-    page.get_by_label("Memory").select_option("64 GB")
+    page.get_by_label("Memory", exact=True).select_option("64 GB")
     page.get_by_role("button", name="Start").click()
     page.wait_for_url(re.compile("/user/ada/"))
     [lease] = hub.services.leases.open_leases()
@@ -223,9 +223,9 @@ def test_visitor_launches_a_server_from_the_catalog(hub: PayingHub, browser: Bro
     page.goto(f"{hub.url}/hub/spawn")
     expect(page.get_by_label("GPUs", exact=True)).to_have_value("2")
     expect(page.get_by_label("Time limit")).to_have_value("4")
-    expect(page.get_by_label("Memory")).to_have_value("torch.room=more")
+    expect(page.get_by_label("Memory", exact=True)).to_have_value("torch.room=more")
     page.locator("#environment-jax").check()
-    expect(page.get_by_label("Memory")).to_be_hidden()
+    expect(page.get_by_label("Memory", exact=True)).to_be_hidden()
     assert elsewhere == [] and errors == []
     page.context.close()
 
