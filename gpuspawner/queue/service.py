@@ -268,7 +268,8 @@ class QueueService:
 
         def rank(kind: str) -> Preference:
             own = preference(parts_of(kind).groups, request.groups)
-            key = kind_preference(kind, spare[kind], asked, smallest=request.smallest)
+            left = spare.get(kind, 0)  # a request without a device has a kind that is not spare
+            key = kind_preference(kind, left, asked, smallest=request.smallest)
             return own, *key, order.get(kind, 0)
 
         return sorted(kinds, key=rank)
