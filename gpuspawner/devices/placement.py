@@ -435,10 +435,10 @@ class PlacementIndex:
         return request.sharing is Sharing.SLOT
 
     def of_member(
-        self, request: Request, groups: AbstractSet[str], *, preemptible: bool = False
+        self, request: Request, groups: Collection[str], *, preemptible: bool = False
     ) -> Request:
         """Return a request with what decides which reserved devices its member may use."""
-        mine = tuple(sorted(self._reserving & groups))
+        mine = tuple(sorted(self._reserving.intersection(groups)))
         preemptible = preemptible and bool(self._reserving)
         if (mine, preemptible) == (request.groups, request.preemptible):
             return request
