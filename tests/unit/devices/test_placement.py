@@ -277,14 +277,15 @@ def devices_and_taken(draw: st.DrawFn) -> tuple[list[Device], list[Slot]]:
     for index in range(draw(st.integers(0, 9))):
         model, gib = draw(st.sampled_from(MODELS))
         kinds = draw(st.lists(st.sampled_from(["compute", "graphics"]), max_size=1))
+        reserved_for = draw(st.sampled_from([(), (), (), LAB]))
         devices.append(
             device(
                 index,
                 model,
                 gib,
                 slots=draw(st.sampled_from([1, 1, 1, 2])),
-                reserved_for=draw(st.sampled_from([(), (), (), LAB])),
-                lent=draw(st.booleans()),
+                reserved_for=reserved_for,
+                lent=bool(reserved_for) and draw(st.booleans()),
                 status=draw(st.sampled_from([DeviceStatus.OK] * 6 + list(DeviceStatus))),
                 compute_mode=draw(st.sampled_from(MODES)),
                 processes=tuple(DeviceProcess(9, kind=kind) for kind in kinds),
