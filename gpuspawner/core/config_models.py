@@ -182,8 +182,9 @@ def matching(pattern: str, remedy: str, noun: str = "", *, is_key: bool = False)
             raise ValueError(f"{wrong}. {remedy}")
         return found
 
-    around = "" if is_key else r"\s*"
-    return Checked(check, text_schema(f"^{around}(?:{pattern}){around}$"))
+    # Python's $ also matches before a last line break, which JavaScript's does not.
+    begin, end = ("^", r"$(?!\n)") if is_key else (r"^\s*", r"\s*$")
+    return Checked(check, text_schema(f"{begin}(?:{pattern}){end}"))
 
 
 def text_schema(pattern: str, **more: Any) -> Schema:

@@ -444,6 +444,16 @@ class Book:
             self.limited.pop(batch, None)
         return batch
 
+    def forget(self, ticket_id: str, now: float) -> None:
+        """Remove a waiting ticket as if it had never been requested."""
+        batch = self.remove(ticket_id, now)
+        batch.count -= 1
+        batch.alike.asked -= 1
+        if batch.tickets:
+            batch.asked_until = batch.tickets[-1][0]
+        elif not batch.count and self._open.get(batch.terms) is batch:
+            del self._open[batch.terms]
+
     def look(self, batch: TicketBatch, now: float) -> None:
         """Recalculate length and points of a batch, and move it to its position."""
         alike = batch.alike

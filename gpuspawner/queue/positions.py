@@ -554,13 +554,10 @@ class PositionService:
         Between both: the devices before it. Needs the lock.
         """
         scheduler = self.line.scheduler
-        scheduler.submit(newcomer)
-        try:
+        with scheduler.trying(newcomer):
             decision = self._decision(now, PLANNED)
             ahead = DevicesAhead()
             counts = {name: ahead.of(scheduler.waiting[name]) for name in scheduler.in_line(now)}
-        finally:
-            scheduler.withdraw(newcomer.id)
         return decision, counts[newcomer.id], 1 + list(counts).index(newcomer.id)
 
     def _count(self, newcomer: WaitingTicket, now: float) -> int:
@@ -569,11 +566,8 @@ class PositionService:
         The scheduler keeps its tickets in order: this takes about as long in a queue of any length.
         """
         scheduler = self.line.scheduler
-        scheduler.submit(newcomer)
-        try:
+        with scheduler.trying(newcomer):
             return scheduler.place(newcomer.id, now)
-        finally:
-            scheduler.withdraw(newcomer.id)
 
 
 def _is_outdated(known: StoredEstimate | None, estimate: Estimate | None, now: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
@@ -102,6 +103,21 @@ class Scheduler:
             self._book.remove(ticket_id, self._latest)
             if self._host is not None:
                 self._host.forget(ticket_id)
+
+    @contextmanager
+    def trying(self, ticket: WaitingTicket) -> Iterator[None]:
+        """Have a new ticket in the queue for a moment, to see how it would fare.
+
+        Nothing is learned from it: how often members ask decides which sessions theirs are compared
+        with, and each process would have tried other tickets.
+        """
+        self.submit(ticket)
+        try:
+            yield
+        finally:
+            self._book.forget(ticket.id, self._latest)
+            if self._host is not None:
+                self._host.forget(ticket.id)
 
     def started(self, lease: RunningLease) -> None:
         """Record that a lease began; its ticket, if it had one, leaves the queue."""

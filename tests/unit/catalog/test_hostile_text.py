@@ -219,5 +219,6 @@ def test_parser_and_schema_agree_on_entries(entry: dict[str, Any]) -> None:
 
 
 @given(mounts, st.sampled_from(["datasets", "shared_folders"]))
+@example({"a\n": {"source": "/srv/m"}}, "datasets")
 def test_parser_and_schema_agree_on_mounts(found: dict[str, Any], key: str) -> None:
     assert disagreement({"environments": [{"slug": "e", "image": "i"}], key: found}) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -207,3 +208,24 @@ def test_invalid_queue_policy_parameter_is_named(name: str, values: list[Any]) -
             QueuePolicy(**{name: value})
     zero: dict[str, Any] = dict.fromkeys(("small_share", "member_share_points", "overdue_share"), 0)
     assert QueuePolicy(**zero).small_share == 0
+
+
+def test_tickets_that_were_only_tried_teach_nothing() -> None:
+    """Each process tries other ones, and all have to show the same expected starts."""
+
+    def shown(trials: int) -> tuple[object, object]:
+        scheduler = scheduler_of(capacity={"a": 1})
+        for number in range(6):
+            at = T0 + number * HOUR
+            scheduler.started(lease(f"l{number}", {"a": 1}, at=at, member="ada"))
+            scheduler.ended(f"l{number}", at + 600)
+        now = T0 + DAY
+        asked = ticket("one", member="ada", seconds=None, at=now)
+        for _ in range(trials):
+            with scheduler.trying(replace(asked, id="tried")):
+                assert scheduler.decide(now, {"a": 0}).starts == ()
+        scheduler.submit(asked)
+        scheduler.submit(ticket("two", member="bob", seconds=None, at=now))
+        return scheduler.order(now), scheduler.decide(now, {"a": 0}, planned=5)
+
+    assert shown(0) == shown(1) == shown(1000)
