@@ -18,7 +18,7 @@ from ..cli.config import Settings, catalog_file
 from ..cli.output import count, follow, note, show, table
 from ..cli.parameters import argument, flag, option
 from ..core.errors import ConfigError, EngineUnavailable, ImageUnavailable
-from ..devices.placement import format_memory
+from ..core.units import format_memory
 from ..engines.images import (
     Connect,
     image_state,

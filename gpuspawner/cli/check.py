@@ -22,8 +22,8 @@ from ..catalog.loader import Catalog, load
 from ..core.errors import ConfigError, GPUSpawnerError, TooMuchAsked
 from ..devices.commands import look
 from ..devices.models import DeviceStatus, Inventory
-from ..devices.placement import must_run
 from ..devices.snapshots import COUNTED, DeviceView
+from ..devices.suitability import must_run
 from ..engines.preflight import CheckFinding, Status
 from ..leases.models import Request
 from ..ledger.prices import PART_OF_A_GPU, unnamed_instances

@@ -77,3 +77,14 @@ def format_credits(micro: int, places: int = 2) -> str:
     if not places:
         return f"{sign}{units}"
     return f"{sign}{units // 10**places}.{units % 10**places:0{places}d}"
+
+
+def gigabytes(memory_bytes: int) -> int:
+    """Return the GB of a GPU's memory as people name it: 80 for 80 GiB and for 80 x 10^9 bytes."""
+    gib, rest = divmod(memory_bytes, 2**30)
+    return memory_bytes // 10**9 if rest else gib
+
+
+def format_memory(memory_bytes: int) -> str:
+    """Format :func:`gigabytes`: ``80 GB``."""
+    return f"{gigabytes(memory_bytes)} GB"

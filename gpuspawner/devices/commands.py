@@ -8,6 +8,7 @@ from typing import Any
 from ..cli.command import command
 from ..cli.config import Settings
 from ..cli.output import count, exact, note, show, table, utc
+from ..core.units import format_memory
 from ..leases import repository as leases_repository
 from ..leases.models import Lease
 from ..ledger.pricing import Rates
@@ -17,7 +18,6 @@ from ..services import Services, utcnow
 from . import closures, repository
 from .discovery import open_source
 from .models import Inventory
-from .placement import format_memory
 from .repository import StoredHealth
 from .snapshots import DeviceView, Overview, count_models, device_views
 

@@ -65,6 +65,10 @@ class Device:
     held_bytes: int = 0
     """Approximate memory in use that no listed process explains; 0 if only the driver uses it."""
 
+    def slots_for(self, memory_bytes: int) -> int:
+        """Return how many of its slots a share with so much memory has; see :func:`slots_for`."""
+        return slots_for(memory_bytes, self.memory_bytes, self.slots)
+
     @property
     def compute_processes(self) -> tuple[DeviceProcess, ...]:
         """The processes that count as use of the device."""
@@ -74,6 +78,21 @@ class Device:
     def empty(self) -> bool:
         """True if neither processes nor memory of anybody are on it."""
         return not self.held_bytes and not self.compute_processes
+
+
+def slots_for(memory_bytes: int, device_bytes: int, slots: int) -> int:
+    """Return the fewest slots of a device that come to so much memory; at least one.
+
+    That is more than the device has if it is too small.
+
+    Args:
+        memory_bytes: How much is asked for.
+        device_bytes: Memory of the whole device, divided equally among its slots.
+        slots: How many slots the device has.
+    """
+    if memory_bytes > device_bytes:
+        return slots + 1
+    return max(1, -(-memory_bytes * slots // device_bytes)) if memory_bytes else 1
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.errors import ConfigError
+from ..core.units import format_memory
 from ..leases.models import LeasedDevice
 from .models import Device, DeviceStatus, longest_match, model_words
-from .placement import format_memory
 
 MOST_SLOTS = 16
 """The most slots of one device."""

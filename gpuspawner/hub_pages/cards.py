@@ -25,8 +25,7 @@ from ..catalog.loader import Catalog
 from ..catalog.markdown import first_words, to_html
 from ..catalog.models import Environment
 from ..catalog.value_kinds import LOGO_TYPES
-from ..core.units import format_bytes, format_cores, format_devices
-from ..devices.placement import format_memory
+from ..core.units import format_bytes, format_cores, format_devices, format_memory
 from ..devices.snapshots import Overview, ShareCount
 from ..leases.host_resources import HostAmount, guaranteed_to
 from ..leases.models import SHARE, Request, Sharing

@@ -36,8 +36,7 @@ from ..core.errors import (
     UpdateRefused,
 )
 from ..core.jobs import DONE, Job, JobTable
-from ..core.units import format_bytes
-from ..devices.placement import format_memory
+from ..core.units import format_bytes, format_memory
 from ..engines.images import Connect, ImageState, PullProgress, image_state, offered_digest
 from ..engines.preflight import Status
 from ..services import Services

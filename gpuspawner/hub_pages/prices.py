@@ -12,9 +12,8 @@ from typing import Generic, TypeVar
 
 from ..catalog.models import Environment
 from ..core.times import deadline
-from ..core.units import format_credits, format_price
+from ..core.units import format_credits, format_memory, format_price, gigabytes
 from ..devices.models import model_matches
-from ..devices.placement import format_memory, gigabytes
 from ..devices.reservations import reservation_of
 from ..devices.slots import shared_with
 from ..devices.snapshots import COUNTED, ModelCount, Overview, ShareCount

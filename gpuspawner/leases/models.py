@@ -58,7 +58,7 @@ class ServerRef:
 
 
 SHARE = "share"
-"""What a member writes in place of a number of devices, to ask for a slot of a shared one."""
+"""What a member writes in place of a number of devices, to ask for a share of one."""
 
 
 class Sharing(str, Enum):
@@ -67,7 +67,7 @@ class Sharing(str, Enum):
     WHOLE = "whole"
     """The device alone: all slots of a shared one."""
     SLOT = "slot"
-    """One slot of a shared device."""
+    """A share of a shared device: as many of its slots as come to the memory that is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class Request:
     models: tuple[str, ...] = ()
     """Models that the environment supports, each as above; empty means any."""
     memory_bytes: int = 0
-    """Minimum memory of each device."""
+    """Minimum memory of each device, or of the share of one."""
     smallest: bool = False
     """True to take the smallest free devices that fit: the member asked for an amount of memory."""
     min_driver: str = ""
@@ -133,11 +133,11 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LeasedDevice:
-    """A leased slot and its device's properties at the time of the grant, kept for receipts."""
+    """What is leased of a device, and its properties at the time of the grant, for receipts."""
 
     uuid: str
     slot: int
-    """The slot; the first one if the lease holds all of them."""
+    """The first slot that the lease holds."""
     index: int
     model: str
     memory_bytes: int
@@ -145,7 +145,7 @@ class LeasedDevice:
     slots: int = 1
     """How many slots the device has: 1 if it is not shared."""
     held_slots: int = 1
-    """How many of them the lease holds: one or all."""
+    """How many of them the lease holds."""
     part: DeviceCount = 1
     """How much of a GPU the device is: 1, or such as 1/7 for a MIG instance."""
 

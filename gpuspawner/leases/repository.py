@@ -204,22 +204,32 @@ def reopen_ticket(connection: sa.Connection, ticket_id: str) -> bool:
     return True
 
 
-def insert(connection: sa.Connection, lease: Lease, *, one_slot_a_device: bool = True) -> None:
+def insert(
+    connection: sa.Connection,
+    lease: Lease,
+    places: Collection[Slot] = (),
+    *,
+    one_share_a_device: bool = True,
+) -> None:
     """Insert a lease with its slots.
 
-    ``one_slot_a_device``: the database refuses a second slot of a member on one device. Raises
-    ServerHasLease or NoDeviceFree if the database's constraints forbid it; the caller must then
-    roll the transaction back.
+    Args:
+        connection: The caller's transaction, which must be rolled back after an error.
+        lease: The new lease.
+        places: All slots of its shares; of a device that is not here, it holds the first slots.
+        one_share_a_device: The database refuses a second share of a member on one device.
+
+    Raises ServerHasLease or NoDeviceFree if the database's constraints forbid it.
     """
     row = {name: getattr(lease, name) for name in _LEASE_FIELDS}
     row |= {"user": lease.server.user, "server_name": lease.server.name}
     row["state"] = lease.state.value
-    sharer = lease.server.user if one_slot_a_device else None
-    places = [row for device in lease.devices for row in _place_rows(lease.id, device, sharer)]
+    sharer = lease.server.user if one_share_a_device else None
+    rows = [row for each in lease.devices for row in _place_rows(lease.id, each, places, sharer)]
     try:
         connection.execute(sa.insert(leases), row)
-        if places:
-            connection.execute(sa.insert(lease_places), places)
+        if rows:
+            connection.execute(sa.insert(lease_places), rows)
     except IntegrityError as error:
         taken = ("one_open_lease_a_slot", "one_slot_a_member", "lease_places.uuid")
         if any(name in str(error) for name in taken):
@@ -230,13 +240,14 @@ def insert(connection: sa.Connection, lease: Lease, *, one_slot_a_device: bool =
 
 
 def _place_rows(
-    lease_id: str, device: LeasedDevice, sharer: str | None
+    lease_id: str, device: LeasedDevice, places: Collection[Slot], sharer: str | None
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of a leased device: one for each slot; only the first one counts."""
     row = {name: getattr(device, name) for name in _PLACE_FIELDS}
     row |= {"lease_id": lease_id, "open": True}
     yield row | {"sharer": sharer if device.is_shared else None}
-    for slot in range(1, device.held_slots):
+    named = [each.slot for each in places if each.uuid == device.uuid]
+    for slot in (named or range(device.held_slots))[1:]:
         yield row | {"slot": slot, "held_slots": 0, "sharer": None}
 
 

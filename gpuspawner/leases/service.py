@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -28,9 +28,10 @@ from ..db.engine import Store
 from ..devices import closures as devices_closures
 from ..devices.closures import GRANTING
 from ..devices.models import Device
-from ..devices.placement import PlacementIndex, asks_for, must_run, texts
+from ..devices.placement import PlacementIndex, texts
 from ..devices.service import DeviceService
 from ..devices.snapshots import InventorySnapshot
+from ..devices.suitability import asks_for, must_run
 from ..ledger import charges
 from ..ledger import repository as ledger_repository
 from ..ledger import rules as ledger_rules
@@ -172,6 +173,8 @@ class LeaseService:
         if known.lease_id:
             raise ServerHasLease()
         devices: tuple[LeasedDevice, ...] = ()
+        places: tuple[Slot, ...] = ()
+        is_share = look.fleet.is_for_share(request)
         taken = known.taken
         if known.kept:
             for uuid in known.kept:  # reopened, whatever is requested
@@ -189,12 +192,11 @@ class LeaseService:
                     why=devices_closures.load(connection)[GRANTING].reason or "maintenance"
                 )
             fleet = look.fleet
-            is_slot = fleet.is_for_slot(request)
             own: Collection[str] = ()
-            if is_slot and not fleet.is_external:  # an external scheduler gives several of a device
+            if is_share and not fleet.is_external:  # that gives several of a device
                 own = repository.shared_by(connection, server.user)
             places = fleet.choose(request, taken | kept if kept else taken, shared=own)
-            devices = tuple(_leased(each, fleet.by_uuid[each.uuid], is_slot) for each in places)
+            devices = _leased_devices(places, fleet.by_uuid, is_share=is_share)
             if look.can_be_shared:
                 self.devices.require_same_slots(connection, devices)
         rates = self.prices.rates_in(connection) if known.has_rates else self.prices.configured
@@ -223,7 +225,12 @@ class LeaseService:
             **request.host.as_fields(),
             **terms,
         )
-        repository.insert(connection, lease, one_slot_a_device=not look.fleet.is_external)
+        repository.insert(
+            connection,
+            lease,
+            places if is_share else (),
+            one_share_a_device=not look.fleet.is_external,
+        )
         if known.kept:
             repository.go_on_resting(connection, lease)
         return lease
@@ -536,14 +543,24 @@ def require_seen(look: InventorySnapshot, request: Request) -> None:
     must_run(request, look.inventory)
 
 
-def _leased(place: Slot, device: Device, is_slot: bool) -> LeasedDevice:
-    held_slots = 1 if is_slot else device.slots
-    return LeasedDevice(
-        *place,
-        device.index,
-        device.model,
-        device.memory_bytes,
-        device.slots,
-        held_slots,
-        device.part,
+def _leased_devices(
+    places: Iterable[Slot], devices: Mapping[str, Device], *, is_share: bool
+) -> tuple[LeasedDevice, ...]:
+    """Return what a lease has of each device: the slots of a share, or all."""
+    slots: dict[str, list[int]] = {}
+    for uuid, slot in places:
+        slots.setdefault(uuid, []).append(slot)
+    held = ((devices[uuid], some) for uuid, some in slots.items())
+    return tuple(
+        LeasedDevice(
+            device.uuid,
+            some[0],
+            device.index,
+            device.model,
+            device.memory_bytes,
+            device.slots,
+            len(some) if is_share else device.slots,
+            device.part,
+        )
+        for device, some in held
     )

@@ -201,8 +201,10 @@ class RateCard:
 
     rates: tuple[Rate, ...] = ()
 
-    def rate_of(self, model: str, slots: int = 1, part: DeviceCount = 1) -> int:
-        """Return the microcredits per hour of a device of this model, or one of its ``slots``.
+    def rate_of(
+        self, model: str, slots: int = 1, part: DeviceCount = 1, held_slots: int = 1
+    ) -> int:
+        """Return the microcredits per hour of a device of this model, or of some of its ``slots``.
 
         A MIG instance, which is ``part`` of a GPU, costs its part of the GPU's rate, rounded up to
         the microcredit; a rate for instances only is taken as it is. A GPU that no rate names costs
@@ -211,6 +213,7 @@ class RateCard:
         rate = self.find(model, slots)
         if part != 1 and rate is not None and names_instances(rate.model):
             part = 1
+        part = part * held_slots
         if rate is None or rate.slots is None:
             part = part * Fraction(1, slots)
         return -(-(rate.amount if rate else MICRO) * part // 1)
@@ -227,8 +230,10 @@ class RateCard:
     def price(self, devices: Iterable[LeasedDevice]) -> int:
         """Return the microcredits per hour for what is leased of these devices; 0 for none."""
         return sum(
-            self.rate_of(device.model, device.slots if device.is_shared else 1, device.part)
-            for device in devices
+            self.rate_of(each.model, each.slots, each.part, each.held_slots)
+            if each.is_shared
+            else self.rate_of(each.model, part=each.part)
+            for each in devices
         )
 
 

@@ -29,7 +29,7 @@ from ..ledger.credit_policy import SESSION
 from ..ledger.settings import GPUCredits
 from .delegation import DelegationService
 from .host_admission import HostUse
-from .kinds import NO_KIND, count_kinds, subtract, taken_of
+from .kinds import NO_KIND, count_kinds, subtract
 from .models import Decision, QueueLimits, RunningLease, WaitingTicket
 from .positions import PositionService
 from .scheduler import Scheduler
@@ -74,8 +74,8 @@ def delayed(
         after = decide()
     finally:
         scheduler.extended(lease_id, lease.ends_at)
-    started = ((kind, scheduler.waiting[name].devices) for name, kind in after.on.items())
-    left = subtract(free, count_kinds((kind, taken_of(kind, each)) for kind, each in started))
+    started = ((kind, scheduler.waiting[name].taken_of(kind)) for name, kind in after.on.items())
+    left = subtract(free, count_kinds(started))
     return [
         ticket
         for ticket in others

@@ -4,7 +4,7 @@ A *kind* is the text ``MODEL/MEMORY`` for all exclusive devices of a model and m
 request could use instead of each other; for MIG instances ``MODEL/MEMORY~PART``, with how much of a
 GPU each is. A shared device is a kind of its own, ``MODEL/MEMORY*SLOTS@UUID``: all slots of a whole
 device are on one device, and two slots of one member are not. Its number of devices is 1, and a
-slot counts as a part of it, such as 1/4.
+slot counts as a part of it, such as 1/4. A share may have several slots.
 
 Devices that are reserved for the same groups are a kind of their own too, ``MODEL/MEMORY#GROUPS``,
 and with ``+`` behind the groups if these lend them: ``T4/16#course-ml,vision-lab+*4@GPU-1``.
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 from ..core.units import DeviceCount
-from ..devices.models import Device, model_matches
+from ..devices.models import Device, model_matches, slots_for
 from ..leases.models import LeasedDevice
 
 NO_KIND = ""
@@ -51,6 +51,10 @@ class KindParts(NamedTuple):
     """Which groups they are reserved for; empty if they are open to everybody."""
     lent: bool = False
     """True if these groups lend them to preemptible runs of others."""
+
+    def slots_for(self, memory_bytes: int) -> int:
+        """Return how many slots a share with so much memory has; see :func:`slots_for`."""
+        return slots_for(memory_bytes, self.memory_bytes, self.slots)
 
 
 def kind_of(device: Device | LeasedDevice) -> str:
@@ -126,25 +130,28 @@ def _largest_part(kinds: frozenset[str]) -> DeviceCount:
     return max((parts_of(kind).part for kind in kinds), default=1)
 
 
-def gathers_slots(devices: DeviceCount, kinds: frozenset[str]) -> bool:
-    """Return True if a request may get a whole shared device: all its slots together."""
-    return devices >= 1 and _has_shared(kinds)
+def gathers_slots(devices: DeviceCount, kinds: frozenset[str], share_bytes: int = 0) -> bool:
+    """Return True if a request may need several slots of a device, free at the same time.
+
+    A whole shared device has all its slots. The arguments are those of :func:`taken_of`.
+    """
+    shared = [(kind, parts_of(kind).slots) for kind in kinds if parts_of(kind).slots > 1]
+    return any(taken_of(kind, devices, share_bytes) * slots > 1 for kind, slots in shared)
 
 
-@lru_cache(maxsize=4096)
-def _has_shared(kinds: frozenset[str]) -> bool:
-    return any(parts_of(kind).slots > 1 for kind in kinds)
+def taken_of(kind: str, devices: DeviceCount, share_bytes: int = 0) -> DeviceCount:
+    """Return how much of a kind a request takes: whole slots, where it is for a share.
 
-
-def taken_of(kind: str, devices: DeviceCount) -> DeviceCount:
-    """Return how much of a kind a request takes: whole slots, where its devices are shared.
-
-    A request that fits devices with different numbers of slots asks for the smallest slot.
+    Args:
+        kind: The kind.
+        devices: How many devices it asks for; for a share, the least that it may take of any kind.
+        share_bytes: The memory that a share must have; 0 is any, and for whole devices.
     """
     if isinstance(devices, int):
         return devices
-    slots = parts_of(kind).slots
-    return Fraction(math.ceil(devices * slots), slots)
+    parts = parts_of(kind)
+    slots = max(math.ceil(devices * parts.slots), parts.slots_for(share_bytes))
+    return Fraction(slots, parts.slots)
 
 
 Preference = tuple[DeviceCount, ...]
@@ -152,24 +159,24 @@ Preference = tuple[DeviceCount, ...]
 
 
 def kind_preference(
-    kind: str, left: DeviceCount, devices: DeviceCount, *, smallest: bool = False
+    kind: str, left: DeviceCount, taken: DeviceCount, *, smallest: bool = False
 ) -> Preference:
-    """Return a key that sorts the kinds that a request for ``devices`` may get.
+    """Return a key that sorts the kinds that a request may get; it would take ``taken`` of this.
 
-    Devices that are reserved for the member go first. Then for a slot as placement does: devices in
-    use go before empty ones, then small before large ones, then full before less full. For whole
+    Devices that are reserved for the member go first. Then for a share as placement does: devices
+    in use go before empty ones, then small before large ones, then full before less full. For whole
     devices the kind with most ``left``, then those that are not shared. With ``smallest``, the
-    memory of the device or of the slot decides before that; several MIG instances come last,
+    memory of the devices or of the share decides before that; several MIG instances come last,
     because CUDA cannot use them together.
     """
     parts = parts_of(kind)
     is_open = not parts.groups
-    if devices < 1:
-        share = parts.memory_bytes // parts.slots if smallest else 0
+    if taken < 1:
+        share = parts.memory_bytes * taken if smallest else 0
         return is_open, share, left >= 1, parts.memory_bytes, left * parts.slots
     size: Preference = ()
     if smallest:
-        size = (devices > 1 and model_matches("MIG", parts.model), parts.memory_bytes)
+        size = (taken > 1 and model_matches("MIG", parts.model), parts.memory_bytes)
     return is_open, *size, -left, parts.slots > 1
 
 

@@ -19,7 +19,7 @@ from ..core.units import DeviceCount
 from ..devices.models import Inventory, MachineScheduler
 from ..leases.host_resources import NOTHING, HostAmount
 from ..leases.models import Request, ServerRef
-from .kinds import equivalents_of
+from .kinds import equivalents_of, gathers_slots, taken_of
 
 
 class Priority(IntEnum):
@@ -41,12 +41,15 @@ class WaitingTicket:
     group: str = ""
     """The group whose share and limits it counts against besides the member's; "" is none."""
     devices: DeviceCount
-    """How many devices at once, or the part of one that is the smallest slot.
+    """How many devices at once, or the least part of one that a share may be.
 
     0 if it only waits for memory or CPU of the host; its kind is :data:`kinds.CPU_ONLY`.
     """
     kinds: frozenset[str]
     """Kinds that fit; never empty."""
+    share_bytes: int = 0
+    """The memory that a share must have, which says how many slots it takes; 0 is any amount, and
+    for whole devices."""
     smallest: bool = False
     """True to get the kind with the least memory of those that it could start on."""
     asked_at: float
@@ -62,6 +65,15 @@ class WaitingTicket:
     """Behind everybody else, after a second no-show."""
     host: HostAmount = NOTHING
     """What it is guaranteed of the host's memory and CPU, if these have a budget."""
+
+    def taken_of(self, kind: str) -> DeviceCount:
+        """Return how many devices of a kind it takes."""
+        return taken_of(kind, self.devices, self.share_bytes)
+
+    @property
+    def gathers_slots(self) -> bool:
+        """True if it may need several slots of one device, free at the same time."""
+        return gathers_slots(self.devices, self.kinds, self.share_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

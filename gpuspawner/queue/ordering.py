@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..core.units import DeviceCount
-from .kinds import CPU_ONLY, gathers_slots, most_equivalents
+from .kinds import CPU_ONLY, most_equivalents
 from .limits import LimitedRequests, Limiter
 from .models import HOUR, Priority, QueuePolicy, ScorePart, WaitingTicket
 from .session_lengths import ExpectedLength, SessionLengths, SimilarSessions
@@ -196,11 +196,12 @@ class Shape:
     """Requests for the same number of devices of the same kinds. A round notes on it what fits."""
 
     devices: DeviceCount
-    kinds: tuple[str, ...]
+    taken: Mapping[str, DeviceCount]
+    """How much a ticket takes of each kind that fits, in order of the kinds."""
     equivalents: DeviceCount
     """How many GPUs the devices are at most; a MIG instance counts as its part."""
     gathers: bool = False
-    """True if its tickets may need all slots of a shared device."""
+    """True if its tickets may need several slots of a shared device."""
     smallest: bool = False
     """True if its tickets get the kind with the least memory."""
     entries: list[Entry] = field(default_factory=list)
@@ -395,7 +396,7 @@ class Book:
         """Tickets by the kinds that fit, oldest first."""
         self._batches: dict[str, TicketBatch] = {}
         self._open: dict[Terms, TicketBatch] = {}
-        self.shapes: dict[tuple[DeviceCount, frozenset[str], bool], Shape] = {}
+        self.shapes: dict[tuple[DeviceCount, frozenset[str], int, bool], Shape] = {}
         """Every shape that was ever requested."""
         self._numbers = itertools.count()
         self._looks: list[tuple[float, int, TicketBatch]] = []
@@ -505,6 +506,7 @@ class Book:
             ticket.group,
             ticket.devices,
             ticket.kinds,
+            ticket.share_bytes,
             ticket.smallest,
             ticket.seconds,
             ticket.priority,
@@ -520,13 +522,16 @@ class Book:
             and abs(ticket.asked_at - batch.asked_until) <= self._policy.batch_seconds
         ):
             return batch
-        alike_in = (ticket.devices, ticket.kinds, ticket.smallest)
+        alike_in = (ticket.devices, ticket.kinds, ticket.share_bytes, ticket.smallest)
         shape = self.shapes.get(alike_in)
         if shape is None:
-            gathers = gathers_slots(ticket.devices, ticket.kinds)
-            equivalents = most_equivalents(ticket.devices, ticket.kinds)
-            kinds = tuple(sorted(ticket.kinds))
-            shape = Shape(ticket.devices, kinds, equivalents, gathers, ticket.smallest)
+            shape = Shape(
+                devices=ticket.devices,
+                taken={kind: ticket.taken_of(kind) for kind in sorted(ticket.kinds)},
+                equivalents=most_equivalents(ticket.devices, ticket.kinds),
+                gathers=ticket.gathers_slots,
+                smallest=ticket.smallest,
+            )
             self.shapes[alike_in] = shape
         alike = self._lengths.alike(ticket.member, ticket.group, ticket.devices)
         batch = TicketBatch(

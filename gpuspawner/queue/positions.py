@@ -18,9 +18,9 @@ from ..core.times import at_second, zoned
 from ..core.units import DeviceCount
 from ..db.clock import Timekeeper
 from ..db.engine import Store
-from ..devices.placement import must_run
 from ..devices.service import DeviceService
 from ..devices.snapshots import InventorySnapshot, credit_ends
+from ..devices.suitability import must_run
 from ..leases import repository as leases_repository
 from ..leases.host_resources import NOTHING
 from ..leases.models import YIELD_SECONDS, Request
@@ -383,7 +383,7 @@ class PositionService:
             if self._is_yielded(ticket.id, decision):
                 latest, note = now + YIELD_SECONDS, "preemptible runs are making room"
             # Only for slots the member matters: one answer serves all other requests.
-            user = ticket.server.user if self.line.is_for_slot(ticket.request) else ""
+            user = ticket.server.user if self.line.is_for_share(ticket.request) else ""
             host = decision.waits_for_host.get(ticket.id, "")
             planned = None if host else decision.planned.get(ticket.id)
             found[ticket.id] = QueuePosition(
@@ -518,6 +518,7 @@ class PositionService:
             priority=Priority(priority),
             devices=self.line.asked(request),
             kinds=kinds or frozenset({NO_KIND}),
+            share_bytes=self.line.share_bytes(request),
             smallest=request.smallest,
             asked_at=now,
             seconds=seconds,

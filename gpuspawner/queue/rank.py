@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from ..core.times import zoned
-from ..core.units import DeviceCount, format_devices
+from ..core.units import DeviceCount, format_devices, format_memory
 from ..devices.closures import Closure
-from ..devices.placement import format_memory
 from ..leases.models import Request, Sharing
 from .models import Estimate, RankedTicket, ScorePart
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..core.units import DeviceCount
 from .host_admission import HostAdmission
-from .kinds import Preference, kind_preference, taken_of
+from .kinds import Preference, kind_preference
 from .limits import Limiter
 from .models import QueuePolicy
 from .ordering import FRESH, GUESS, LAST, POSITION, SMALL, Book, Entry, Rooms, Shape, TicketBatch
@@ -264,9 +264,9 @@ class Round:
     def measure(self, shape: Shape) -> None:
         """Store on a shape how many seconds its tickets may last; see :attr:`Shape.rooms`."""
         rooms = _NO_ROOM
-        for kind in shape.kinds:
-            if self.left.get(kind, 0) >= shape.devices:
-                of_kind = self._rooms(kind, shape.devices)
+        for kind, devices in shape.taken.items():
+            if self.left.get(kind, 0) >= devices:
+                of_kind = self._rooms(kind, devices)
                 rooms = of_kind if rooms is _NO_ROOM else tuple(map(max, rooms, of_kind))
         shape.rooms = rooms
         shape.seen = self.version
@@ -286,10 +286,10 @@ class Round:
 
     def hold(self, shape: Shape, seconds: float, which: int) -> tuple[str, DeviceCount]:
         """Take the devices of a ticket out of the round; return their kind and how many."""
-        kind = shape.kinds[0]
-        if len(shape.kinds) > 1:
+        kind = next(iter(shape.taken))
+        if len(shape.taken) > 1:
             kind = self._best_kind(shape, seconds, which)
-        devices = taken_of(kind, shape.devices)
+        devices = shape.taken[kind]
         kept = self._kept.get(kind)
         if kept is not None:
             in_doubt = kept.no_guess and which & GUESS
@@ -306,22 +306,22 @@ class Round:
 
         Of the others the best by :func:`~gpuspawner.queue.kinds.kind_preference`.
         """
-        devices = shape.devices
-        fitting = [kind for kind in shape.kinds if self.left.get(kind, 0) >= devices]
+        taken = shape.taken
+        fitting = [kind for kind, devices in taken.items() if self.left.get(kind, 0) >= devices]
 
         def is_elsewhere(kind: str) -> tuple[bool, bool, bool]:
             return (
-                self._rooms(kind, devices)[which] >= seconds,
+                self._rooms(kind, taken[kind])[which] >= seconds,
                 kind not in self._kept,
-                self.left[kind] - self._yielded.get(kind, 0) >= devices,
+                self.left[kind] - self._yielded.get(kind, 0) >= taken[kind],
             )
 
         ranks = {kind: is_elsewhere(kind) for kind in fitting}
         best = max(ranks.values())
-        order = self._capacity.order if devices < 1 else {}
+        order = self._capacity.order if shape.devices < 1 else {}
 
         def preference(kind: str) -> Preference:
-            key = kind_preference(kind, self.left[kind], devices, smallest=shape.smallest)
+            key = kind_preference(kind, self.left[kind], taken[kind], smallest=shape.smallest)
             return *key, order.get(kind, 0)
 
         return min((kind for kind in fitting if ranks[kind] == best), key=preference)
@@ -333,17 +333,18 @@ class Round:
         nothing with an estimated length may use its devices meanwhile.
         """
         shape.considered = self.number
-        kinds = [kind for kind in shape.kinds if kind not in self._kept]
+        kinds = [kind for kind in shape.taken if kind not in self._kept]
         if not kinds:
             return
         if self._releases.next_guess <= self.now:
             self._guess_again(self.now)
         plans = []
         for kind in kinds:
+            devices = shape.taken[kind]
             left, starts = self.left.get(kind, 0), self._starts.get(kind, ())
             if not which & SMALL:
-                left -= self._capacity.for_small(kind, shape.devices)
-            planned = self._releases.together(kind, shape.devices, left, self.now, starts)
+                left -= self._capacity.for_small(kind, devices)
+            planned = self._releases.together(kind, devices, left, self.now, starts)
             if planned is not None:
                 plans.append((planned.at, kind, planned))
         if plans:

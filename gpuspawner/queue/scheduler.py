@@ -12,7 +12,7 @@ from types import MappingProxyType
 from ..core.units import DeviceCount
 from ..leases.host_resources import HostBudget
 from .host_admission import HostAdmission, HostUse
-from .kinds import CPU_ONLY, equivalents_of, gathers_slots, taken_of
+from .kinds import CPU_ONLY, equivalents_of
 from .limits import Limiter
 from .models import (
     HOUR,
@@ -362,15 +362,15 @@ class Scheduler:
             if most <= 0:
                 break
             most -= 1
-            devices, seconds = batch.shape.devices, batch.seconds
+            seconds = batch.seconds
             starts = [
                 (plans[kind].earliest(devices, seconds), kind)
-                for kind in batch.shape.kinds
+                for kind, devices in batch.shape.taken.items()
                 if kind in plans
             ]
             at, kind = min(starts, default=(math.inf, ""))
             if math.isfinite(at):
-                plans[kind].take(taken_of(kind, devices), at, seconds)
+                plans[kind].take(batch.shape.taken[kind], at, seconds)
                 if likely_ends or key[3] not in round_.planned:
                     round_.planned[key[3]] = at
             elif likely_ends:
@@ -387,7 +387,7 @@ class Scheduler:
         """Return by when the next ``most`` tickets start, by ends that are known and not guessed.
 
         A session without an end counts as one that never ends. While there is one, a request for
-        several devices, or for all slots of a shared one, has no such time, because they are
+        several devices, or for several slots of a shared one, has no such time, because they are
         gathered for it by guessed ends.
         """
         ends: dict[str, list[tuple[float, DeviceCount]]] = {}
@@ -402,7 +402,7 @@ class Scheduler:
             ticket = self.waiting[ticket_id]
             is_sure = is_sure and ticket.seconds is not None
             if ticket.seconds is not None:
-                devices = taken_of(kind, ticket.devices)
+                devices = ticket.taken_of(kind)
                 ends.setdefault(kind, []).append((now + ticket.seconds, devices))
         plans = {
             kind: ReleasePlan(now, round_.left.get(kind, 0), ends.get(kind, ()))
@@ -416,18 +416,18 @@ class Scheduler:
             # Nobody can say when others return memory and CPU of the host.
             batch = self._book.batch(ticket.id)
             is_held_back = bool(batch.host) or self._has_to_wait(batch, now)
-            is_gathered = ticket.devices > 1 or gathers_slots(ticket.devices, ticket.kinds)
+            is_gathered = ticket.devices > 1 or ticket.gathers_slots
             if len(found) >= most or is_held_back or (is_gathered and not is_sure):
                 break
             seconds = math.inf if ticket.seconds is None else ticket.seconds
             starts = [
-                (plans[kind].earliest(ticket.devices, seconds), kind)
+                (plans[kind].earliest(ticket.taken_of(kind), seconds), kind)
                 for kind in sorted(ticket.kinds & plans.keys())
             ]
             at, kind = min(starts, default=(math.inf, ""))
             if math.isinf(at):
                 break
-            plans[kind].take(taken_of(kind, ticket.devices), at, seconds)
+            plans[kind].take(ticket.taken_of(kind), at, seconds)
             found[ticket.id] = at
             is_sure = is_sure and ticket.seconds is not None
         return found

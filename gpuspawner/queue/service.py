@@ -33,9 +33,10 @@ from ..core.units import DeviceCount, format_gpus
 from ..db import audit_log
 from ..db.clock import Timekeeper
 from ..db.engine import Store
-from ..devices.placement import asks_for, must_run, texts
+from ..devices.placement import texts
 from ..devices.reservations import preference
 from ..devices.snapshots import InventorySnapshot
+from ..devices.suitability import asks_for, must_run
 from ..leases import repository as leases_repository
 from ..leases.host_resources import NOTHING, HostAmount
 from ..leases.models import YIELD_SECONDS, Lease, LeaseKind, Request, ServerRef, Slot, Terms
@@ -57,7 +58,6 @@ from .kinds import (
     most_equivalents,
     parts_of,
     subtract,
-    taken_of,
 )
 from .models import Decision, QueueLimits, Ticket
 from .positions import PositionService
@@ -262,14 +262,15 @@ class QueueService:
 
     def _spare_kinds(self, request: Request, user: str) -> list[str]:
         """Return the kinds with enough spare devices for a request, the best first."""
-        spare, asked = self._spare(), self.line.asked(request)
-        kinds = [k for k in self.line.kinds(request, user) if spare.get(k, 0) >= asked]
+        spare, line = self._spare(), self.line
+        taken = {kind: line.taken_of(kind, request) for kind in line.kinds(request, user)}
+        kinds = [kind for kind, devices in taken.items() if spare.get(kind, 0) >= devices]
         order = {kind: place for place, kind in enumerate(self.line.supply.usable)}
 
         def rank(kind: str) -> Preference:
             own = preference(parts_of(kind).groups, request.groups)
             left = spare.get(kind, 0)  # a request without a device has a kind that is not spare
-            key = kind_preference(kind, left, asked, smallest=request.smallest)
+            key = kind_preference(kind, left, taken[kind], smallest=request.smallest)
             return own, *key, order.get(kind, 0)
 
         return sorted(kinds, key=rank)
@@ -281,7 +282,7 @@ class QueueService:
         ready = []
         for ticket_id in starts:
             request, kind = self.line.tickets[ticket_id].request, decision.on[ticket_id]
-            devices = taken_of(kind, self.line.asked(request))
+            devices = self.line.taken_of(kind, request)
             left = self.line.host_left(request)
             is_room = left is None or request.host.fits(left - reserved)
             if is_room and free.get(kind, 0) >= devices:
@@ -736,11 +737,13 @@ class QueueService:
 
     def _rates(self, request: Request, card: RateCard) -> list[int]:
         """Return the microcredits per hour that a request would cost on each kind that fits."""
-        is_slot = self.line.is_for_slot(request)
+        is_share = self.line.is_for_share(request)
         kinds = map(parts_of, self.line.kinds(request))
         return [
-            card.rate_of(kind.model, kind.slots if is_slot else 1, kind.part) * request.devices
-            for kind in kinds
+            card.rate_of(p.model, p.slots, p.part, p.slots_for(request.memory_bytes))
+            if is_share
+            else card.rate_of(p.model, part=p.part) * request.devices
+            for p in kinds
         ]
 
     def _kept_for_others(self, ticket: Ticket) -> frozenset[str]:
@@ -752,7 +755,7 @@ class QueueService:
         kind = self.positions.decide().on.get(ticket.id)
         if kind is None and self.leases.budget and ticket.request.host:
             raise HostFull(lacking=str(ticket.request.host))
-        if kind is None and not self.line.paused and self.line.is_for_slot(ticket.request):
+        if kind is None and not self.line.paused and self.line.is_for_share(ticket.request):
             raise NoDeviceFree()
         return self._of_other_kinds(kind)
 

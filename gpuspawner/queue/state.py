@@ -16,15 +16,26 @@ import sqlalchemy as sa
 
 from ..core.units import DeviceCount
 from ..devices import closures
-from ..devices.placement import PlacementIndex, suitable
+from ..devices.placement import PlacementIndex
 from ..devices.snapshots import InventorySnapshot, is_in_service
+from ..devices.suitability import suitable
 from ..leases import repository as leases_repository
 from ..leases.host_resources import NOTHING, HostAmount, HostBudget
 from ..leases.models import Lease, LeasedDevice, Request, Sharing, Slot
 from . import repository
 from .estimates import Estimator, PastWait
 from .host_admission import HostUse
-from .kinds import CPU_ONLY, NO_KIND, add, count_kinds, kind_of, parts_of, pool_kind, pool_of
+from .kinds import (
+    CPU_ONLY,
+    NO_KIND,
+    add,
+    count_kinds,
+    kind_of,
+    parts_of,
+    pool_kind,
+    pool_of,
+    taken_of,
+)
 from .models import EndedSession, Priority, RunningLease, Ticket, WaitingTicket
 from .repository import Start
 from .scheduler import Scheduler
@@ -212,23 +223,32 @@ class QueueState:
             request.models,
             request.memory_bytes,
             request.devices,
-            self.is_for_slot(request),
+            self.is_for_share(request),
             request.groups,
             request.preemptible,
         )
         own = self._slots.get(user)
-        return found.difference(*own.values()) if own and self.is_for_slot(request) else found
+        return found.difference(*own.values()) if own and self.is_for_share(request) else found
 
-    def is_for_slot(self, request: Request) -> bool:
-        """Return True if the request gets one slot of a device instead of whole devices."""
-        return self.supply.fleet.is_for_slot(request)
+    def is_for_share(self, request: Request) -> bool:
+        """Return True if the request gets a share of a device instead of whole devices."""
+        return self.supply.fleet.is_for_share(request)
 
     def asked(self, request: Request) -> DeviceCount:
-        """Return how many devices a request counts as: the smallest slot that it may get."""
-        if not self.is_for_slot(request):
+        """Return how many devices a request counts as: the smallest share that it may get."""
+        if not self.is_for_share(request):
             return request.devices
-        slots = [parts_of(kind).slots for kind in self.kinds(request)]
-        return Fraction(1, max(slots, default=1)) * request.devices
+        parts = map(parts_of, self.kinds(request))
+        shares = (Fraction(p.slots_for(request.memory_bytes), p.slots) for p in parts)
+        return min(shares, default=Fraction(1))
+
+    def taken_of(self, kind: str, request: Request) -> DeviceCount:
+        """Return how many devices of a kind a request takes; for a share whole slots."""
+        return taken_of(kind, self.asked(request), self.share_bytes(request))
+
+    def share_bytes(self, request: Request) -> int:
+        """Return the memory that a share must have; 0 for whole devices."""
+        return request.memory_bytes if self.is_for_share(request) else 0
 
     def free_for(self, request: Request, user: str = "") -> DeviceCount:
         """Return how many suitable devices could be granted now, to this member if given."""
@@ -237,16 +257,22 @@ class QueueState:
     def count_for(
         self, request: Request, devices: Mapping[str, DeviceCount], user: str = ""
     ) -> DeviceCount:
-        """Return how many of these devices, by kind, suit a request; for a whole one, whole."""
-        found = [devices.get(kind, 0) for kind in self.kinds(request, user)]
-        return sum(found) if self.is_for_slot(request) else sum(map(int, found))
+        """Return how many of these devices, by kind, suit a request; for a whole one, whole.
+
+        For a share, devices that have fewer free slots than it needs do not count.
+        """
+        kinds = self.kinds(request, user)
+        if not self.is_for_share(request):
+            return sum(int(devices.get(kind, 0)) for kind in kinds)
+        found = ((devices.get(kind, 0), self.taken_of(kind, request)) for kind in kinds)
+        return sum(count for count, taken in found if count >= taken)
 
     def has_enough(
         self, request: Request, devices: Mapping[str, DeviceCount], user: str = ""
     ) -> bool:
         """Return True if a request fits these devices, by kind."""
         asked, kinds = self.asked(request), self.kinds(request, user)
-        if any(devices.get(kind, 0) >= asked for kind in kinds):
+        if any(devices.get(kind, 0) >= self.taken_of(kind, request) for kind in kinds):
             return True
         if asked <= 1 or not self.supply.fleet.is_external:
             return False
@@ -331,7 +357,7 @@ class QueueState:
             if not self._slots[user]:
                 del self._slots[user]
         for ticket in self.tickets.values() if changed else ():
-            if ticket.server.user in changed and self.is_for_slot(ticket.request):
+            if ticket.server.user in changed and self.is_for_share(ticket.request):
                 self._submit(ticket)
 
     def _tell_of(self, lease: Lease, fleet: PlacementIndex) -> None:
@@ -395,6 +421,7 @@ class QueueState:
             group=ticket.group,
             devices=self.asked(request),
             kinds=self.kinds(request, ticket.server.user) or frozenset({NO_KIND}),
+            share_bytes=self.share_bytes(request),
             smallest=request.smallest,
             asked_at=(ticket.since or ticket.created_at).timestamp(),
             seconds=float(ticket.seconds) if ticket.seconds is not None else None,

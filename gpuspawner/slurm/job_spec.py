@@ -9,8 +9,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..core.errors import TooMuchAsked
+from ..core.units import format_memory
 from ..devices.models import Device
-from ..devices.placement import format_memory, no_slot_ever, suitable
+from ..devices.refusals import no_slot_ever
+from ..devices.suitability import suitable
 from ..leases.models import Request, Sharing
 from ..queue.models import Ticket
 from .cluster import Cluster, Node, NodeDevice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
+from gpuspawner.core.units import format_memory
 from gpuspawner.devices import placement, topology
 from gpuspawner.devices.models import Device, DeviceProcess, DeviceStatus, model_matches
 from gpuspawner.leases.models import Request, Sharing, Slot
@@ -237,7 +239,7 @@ def test_refusal_counts_each_unavailable_device_once() -> None:
 
 def test_device_memory_is_formatted_in_gb() -> None:
     sizes = (80 * GIB, 80 * 10**9, 81559 * 2**20, 0)
-    assert [*map(placement.format_memory, sizes)] == ["80 GB", "80 GB", "85 GB", "0 GB"]
+    assert [*map(format_memory, sizes)] == ["80 GB", "80 GB", "85 GB", "0 GB"]
 
 
 # Large fleets.
@@ -410,18 +412,16 @@ def test_placement_matches_exhaustive_search(
         assert given_devices == first, "of equal sets the one with the lowest indices"
 
 
-def feasible_slots(
+def feasible_shares(
     request: Request, devices: Sequence[Device], taken: Sequence[Slot], ignoring: bool = False
-) -> list[Slot]:
-    """Every slot that a request for one may get, found by trying them all."""
-    found = []
+) -> list[tuple[Slot, ...]]:
+    """Every share that a request for one may get, found by trying all sets of slots."""
+    found: list[tuple[Slot, ...]] = []
     for d in devices:
         mine = [slot for slot in range(d.slots) if Slot(d.uuid, slot) in taken]
         if d.slots == 1 or d.status is DeviceStatus.PARENT or d.compute_mode == "prohibited":
             continue
-        if not is_for(request, d):
-            continue
-        if d.model not in MEANT[request.model] or d.memory_bytes < request.memory_bytes * d.slots:
+        if not is_for(request, d) or d.model not in MEANT[request.model]:
             continue
         if request.models and not any(d.model in MEANT[model] for model in request.models):
             continue
@@ -429,35 +429,38 @@ def feasible_slots(
         if not ignoring and (d.status is not DeviceStatus.OK or is_occupied):
             continue
         slots = [Slot(d.uuid, slot) for slot in range(d.slots)]
-        found += [slot for slot in slots if ignoring or slot not in taken]
+        free = [slot for slot in slots if ignoring or slot not in taken]
+        sizes = range(1, d.slots)
+        large = [n for n in sizes if Fraction(d.memory_bytes, d.slots) * n >= request.memory_bytes]
+        found += itertools.combinations(free, large[0]) if large else []
     return found
 
 
 @settings(max_examples=examples(400))
 @given(devices_and_taken(), requests, st.sets(st.integers(0, 8)))
-def test_slot_placement_matches_exhaustive_search(
+def test_placement_of_shares_matches_exhaustive_search(
     fleet_and_taken: tuple[list[Device], list[Slot]], asked: Request, mine: set[int]
 ) -> None:
     devices, taken = fleet_and_taken
-    request = replace(asked, sharing=Sharing.SLOT, devices=1, memory_bytes=asked.memory_bytes // 2)
+    request = replace(asked, sharing=Sharing.SLOT, devices=1)
     by_uuid = {d.uuid: d for d in devices}
     own = {d.uuid for d in devices if d.index in mine}
     fleet = placement.PlacementIndex(devices, {})
-    allowed = [s for s in feasible_slots(request, devices, taken) if s.uuid not in own]
+    allowed = [s for s in feasible_shares(request, devices, taken) if s[0].uuid not in own]
     if not allowed:
-        possible = feasible_slots(request, devices, taken, ignoring=True)
+        possible = feasible_shares(request, devices, taken, ignoring=True)
         with pytest.raises(NoDeviceFree if possible else TooMuchAsked):
             fleet.choose(request, placement.texts(taken), shared=own)
         return
-    (chosen,) = fleet.choose(request, placement.texts(taken), shared=own)
+    chosen = fleet.choose(request, placement.texts(taken), shared=own)
     assert chosen in allowed, "free, suitable, and the only one of its member on the device"
 
-    def rank(slot: Slot) -> tuple[int, int, bool, int, int, int, int]:
-        device = by_uuid[slot.uuid]
-        left, own = sum(one.uuid == slot.uuid for one in allowed), whose(request, device)
-        share = device.memory_bytes // device.slots if request.smallest else 0
-        rest = left == device.slots, device.memory_bytes, left, device.index, slot.slot
-        return own, share, *rest
+    def rank(share: tuple[Slot, ...]) -> tuple[object, ...]:
+        device = by_uuid[share[0].uuid]
+        left = len({slot for some in allowed for slot in some if slot.uuid == device.uuid})
+        size = device.memory_bytes * len(share) // device.slots if request.smallest else 0
+        rest = left == device.slots, device.memory_bytes, left, device.index, share
+        return whose(request, device), size, *rest
 
     assert chosen == min(allowed, key=rank), "own first, partly used, then the tightest fit"
     with pytest.raises(TooMuchAsked):

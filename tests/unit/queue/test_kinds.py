@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
 from gpuspawner.core.units import DeviceCount, format_devices, format_gpus
 from gpuspawner.devices.models import Device
-from gpuspawner.devices.placement import PlacementIndex, suitable, texts
+from gpuspawner.devices.placement import PlacementIndex, texts
+from gpuspawner.devices.suitability import suitable
 from gpuspawner.leases.models import Request, Sharing, Slot
 from gpuspawner.queue.kinds import (
     KindParts,
