@@ -22,12 +22,13 @@ import math
 import random
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TypeVar
 
 from support.report import Report, Series, argument_parser, quantile
 
+from gpuspawner.core.units import DeviceCount
 from gpuspawner.queue.estimates import DevicesAhead, Estimator
 from gpuspawner.queue.models import Decision, QueueLimits, RunningLease, WaitingTicket
 from gpuspawner.queue.scheduler import Scheduler
@@ -86,18 +87,19 @@ class Site:
         self.estimator.asked(ticket)
         return ticket.id
 
-    def start(self, ticket_id: str, kind: str) -> None:
+    def start(self, ticket_id: str, held: Mapping[str, DeviceCount]) -> None:
         ticket = self.scheduler.waiting[ticket_id]
         lasts = self.random.expovariate(1 / (3 * HOUR))
         lease = RunningLease(
             id=ticket_id,
             member=ticket.member,
             group=ticket.group,
-            held={kind: ticket.devices},
+            held=held,
             started_at=self.now,
             ends_at=None if ticket.seconds is None else self.now + ticket.seconds,
         )
-        self.free[kind] -= ticket.devices
+        for kind, devices in held.items():
+            self.free[kind] -= devices
         heapq.heappush(self.ends, (self.now + min(lasts, ticket.seconds or math.inf), ticket_id))
         self.scheduler.started(lease)
         self.estimator.started(lease)
@@ -128,7 +130,7 @@ class Site:
     def decide_and_start(self) -> None:
         decision = self.scheduler.decide(self.now, self.free)
         for ticket_id in decision.starts:
-            self.start(ticket_id, decision.on[ticket_id])
+            self.start(ticket_id, decision.takes[ticket_id])
 
 
 class Clocks:
@@ -199,7 +201,7 @@ def measure(report: Report, name: str, site: Site, decisions: int) -> None:
 def follow(site: Site, decision: Decision) -> str:
     """What was decided begins; as many tickets come, the last of which is returned."""
     for ticket_id in decision.starts:
-        site.start(ticket_id, decision.on[ticket_id])
+        site.start(ticket_id, decision.takes[ticket_id])
     if site.random.random() < 0.05:
         site.leave()
     newest = site.ask()

@@ -7,10 +7,8 @@ In this order:
      A request for whole devices gets shared ones only while all their slots are free; a request for
      a share gets shared devices only, and none where its member has a share already. A device that
      is reserved for groups is for their members, and for preemptible runs if it is lent.
-  2. Devices of one lease are distinct and of one model, so that a job runs evenly on all of them,
-     and reserved alike, as the queue counts them.
-     A shared device is leased as the only one: the queue keeps one free of new slots until it is
-     empty, and several at once could stay half empty for long.
+  2. Devices of one lease are distinct and of one model, so that a job runs evenly on all of them.
+     They are reserved alike and have as many slots, as the queue counts them.
   3. Devices that are reserved for the member's groups go first, because the fewest others can use
      them; then open ones, then those that are lent.
   4. A share is of one device, and has the fewest slots that come to the memory that is asked for;
@@ -66,8 +64,7 @@ def texts(places: Iterable[Slot]) -> frozenset[str]:
 class PlacementIndex:
     """All devices and their links, prepared for many questions with changing taken slots.
 
-    With ``is_external``, an external scheduler decides which devices a request gets, and it also
-    gives several shared devices to one request.
+    With ``is_external``, an external scheduler decides which devices a request gets.
 
     What depends on devices and links alone is calculated once, and between two choices only what
     changed. Taken slots are given as texts (see :func:`texts`), so that Python's own sets do most
@@ -106,7 +103,7 @@ class PlacementIndex:
         self._last: _Free | None = None
 
     def _alike(self, one: str, other: str) -> bool:
-        """Return True if one lease may have both devices: they are reserved alike."""
+        """Return True if both devices are reserved alike, so that one lease may have both."""
         ends = self.by_uuid.get(one), self.by_uuid.get(other)
         return len({reservation_of(end) for end in ends if end is not None}) < 2
 
@@ -157,7 +154,6 @@ class PlacementIndex:
             request.memory_bytes,
             request.groups,
             request.preemptible,
-            request.devices > 1,
         )
         if known.most < request.devices:
             raise too_much_asked(request, self._existing, list(known.devices))
@@ -286,7 +282,6 @@ class PlacementIndex:
         memory_bytes: int,
         groups: tuple[str, ...],
         preemptible: bool,
-        are_several: bool,
     ) -> _Suitable:
         request = Request(
             devices=1,
@@ -297,8 +292,6 @@ class PlacementIndex:
             preemptible=preemptible,
         )
         found = suitable(request, self._existing)
-        if are_several and not self.is_external:
-            found = [device for device in found if device.slots == 1]
         ranked = sorted(
             _rank(device, self._near.get(device.uuid, ALONE), groups) for device in found
         )
@@ -364,7 +357,8 @@ def _choose_several(candidates: list[Device], request: Request, links: Links) ->
     """Choose the best devices of one model for a request of several.
 
     Whole GPUs go before MIG instances, because CUDA cannot use several of those at once; then those
-    reserved for the member, then the tightest fit, then the best connected.
+    reserved for the member, then the tightest fit, then those that are not shared, then the best
+    connected.
     """
     options, count = [], request.devices
     for group in alike(candidates).values():
@@ -376,7 +370,8 @@ def _choose_several(candidates: list[Device], request: Request, links: Links) ->
         memory = min(d.memory_bytes for d in group)
         whose = preference(group[0].reserved_for, request.groups)
         order = [_by_index(d) for d in members]
-        rank = (instance, whose, memory, -near.total, -near.least, order)
+        shared = group[0].slots > 1
+        rank = (instance, whose, memory, shared, -near.total, -near.least, order)
         options.append((rank, members))
     return min(options, key=lambda option: option[0])[1]
 

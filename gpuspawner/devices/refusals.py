@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..core.errors import NoDeviceFree, TooMuchAsked
@@ -9,15 +10,13 @@ from ..core.text import listing
 from ..core.units import format_memory
 from ..leases.models import Request, Sharing, Slot
 from .models import Device, DeviceStatus
-from .reservations import may_use, named_groups
+from .reservations import may_use, named_groups, reservation_of
 from .suitability import (
-    alike,
     most_together,
     named_environment,
     of_environment,
     of_model,
     of_request,
-    suitable,
 )
 
 
@@ -62,9 +61,6 @@ def too_much_asked(
     if reserved := [] if matching else reserved_for_others(request, existing):
         return TooMuchAsked(_reserved(request, reserved), asked=request.devices, most=0)
     said = _what_would_fit(request, existing, matching, most)
-    if request.devices > 1 and len(suitable(request, existing)) > len(matching):
-        most = max(1, most)
-        said = _why_not_several_shared(request, matching, most)
     return TooMuchAsked(said, asked=request.devices, most=most, existing=len(existing))
 
 
@@ -181,8 +177,10 @@ def _what_would_fit(
     advice = f"Ask for {most} at most."
     if most < len(matching):
         same = "of one model"
-        if any(device.reserved_for for device in matching):
-            same += ", and reserved or not"
+        if len({reservation_of(device) for device in matching}) > 1:
+            same += " and reserved alike"
+        if len({device.slots for device in matching}) > 1:
+            same += " and divided into as many shares"
         return f"{has}, and those of one server are {same}: {_fleet(matching)}. {advice}"
     if len(matching) == len(existing):
         return f"{has}. {advice}"
@@ -193,14 +191,6 @@ def _what_would_fit(
     else:
         which = _count(most, "has", "have", f" {memory}")
     return f"{has}, of which {which}. {advice}"
-
-
-def _why_not_several_shared(request: Request, matching: list[Device], most: int) -> str:
-    """Return the refusal of several devices; ``matching`` are those that are not shared."""
-    said = f"You asked for {request.devices} GPUs. A server gets at most 1 shared GPU, and "
-    if not matching:
-        return f"{said}all that suit are shared. Ask for 1."
-    return f"{said}of the others at most {most} of one model would suit. Ask for {most} at most."
 
 
 def _why_none_suits(request: Request, existing: list[Device]) -> str:
@@ -235,9 +225,10 @@ def _kind(count: int, request: Request) -> str:
 
 
 def _fleet(devices: Iterable[Device]) -> str:
+    counts = Counter((device.model, reservation_of(device)) for device in devices)
     return listing(
-        f"{len(some)} {model}" + (f" reserved for {listing(its.groups)}" if its.groups else "")
-        for (model, its), some in alike(devices).items()
+        f"{count} {model}" + (f" reserved for {listing(its.groups)}" if its.groups else "")
+        for (model, its), count in counts.items()
     )
 
 

@@ -76,15 +76,16 @@ def of_environment(request: Request, devices: list[Device]) -> list[Device]:
     return [d for d in devices if d.model in named]
 
 
-Alike = tuple[str, Reservation]
-"""What devices of one lease have in common: their model, and whom they are reserved for."""
+Alike = tuple[str, Reservation, int]
+"""What devices of one lease have in common: model, whom they are reserved for, number of slots."""
 
 
 def alike(devices: Iterable[Device]) -> dict[Alike, list[Device]]:
     """Group devices that one lease may have together, keeping their order."""
     groups: dict[Alike, list[Device]] = {}
     for device in devices:
-        groups.setdefault((device.model, reservation_of(device)), []).append(device)
+        key = (device.model, reservation_of(device), device.slots)
+        groups.setdefault(key, []).append(device)
     return groups
 
 

@@ -74,8 +74,8 @@ def delayed(
         after = decide()
     finally:
         scheduler.extended(lease_id, lease.ends_at)
-    started = ((kind, scheduler.waiting[name].taken_of(kind)) for name, kind in after.on.items())
-    left = subtract(free, count_kinds(started))
+    started = count_kinds(each for held in after.takes.values() for each in held.items())
+    left = subtract(free, started)
     return [
         ticket
         for ticket in others

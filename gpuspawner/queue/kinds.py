@@ -2,9 +2,10 @@
 
 A *kind* is the text ``MODEL/MEMORY`` for all exclusive devices of a model and memory, which any
 request could use instead of each other; for MIG instances ``MODEL/MEMORY~PART``, with how much of a
-GPU each is. A shared device is a kind of its own, ``MODEL/MEMORY*SLOTS@UUID``: all slots of a whole
-device are on one device, and two slots of one member are not. Its number of devices is 1, and a
-slot counts as a part of it, such as 1/4. A share may have several slots.
+GPU each is. A shared device is a kind of its own, ``MODEL/MEMORY*SLOTS@UUID``: all slots of a share
+or a whole device are on one device, and two shares of one member are not. Its number of devices is
+1, and a slot counts as a part of it, such as 1/4. A request for several whole ones gets them from
+one *pool*, ``MODEL/MEMORY*SLOTS``.
 
 Devices that are reserved for the same groups are a kind of their own too, ``MODEL/MEMORY#GROUPS``,
 and with ``+`` behind the groups if these lend them: ``T4/16#course-ml,vision-lab+*4@GPU-1``.
@@ -128,6 +129,18 @@ def most_equivalents(devices: DeviceCount, kinds: frozenset[str]) -> DeviceCount
 @lru_cache(maxsize=4096)
 def _largest_part(kinds: frozenset[str]) -> DeviceCount:
     return max((parts_of(kind).part for kind in kinds), default=1)
+
+
+def shared_pools(kinds: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the shared devices among these kinds by pool, in order.
+
+    A request for several devices gets them from one pool, each with all its slots.
+    """
+    pools: dict[str, list[str]] = {}
+    for kind in sorted(kinds):
+        if (pool := pool_of(kind)) != kind:
+            pools.setdefault(pool, []).append(kind)
+    return {pool: tuple(some) for pool, some in pools.items()}
 
 
 def gathers_slots(devices: DeviceCount, kinds: frozenset[str], share_bytes: int = 0) -> bool:

@@ -2,7 +2,7 @@
 
 A *kind* names devices that are interchangeable for a request: model and memory, or one shared
 device (see :mod:`gpuspawner.queue.kinds`). A request fits one or several kinds; all its devices
-come from one of them.
+come from one of them, or are shared devices of one pool.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class Decision:
     """Tickets that a limit keeps waiting, with that limit in words."""
     waits_for_host: Mapping[str, str] = field(default_factory=dict)
     """Tickets for which the host lacks memory or CPU, with how much: ``8 CPU cores (2 free)``."""
-    on: Mapping[str, str] = field(default_factory=dict)
-    """The kind of devices that each start gets."""
+    takes: Mapping[str, Mapping[str, DeviceCount]] = field(default_factory=dict)
+    """The devices that each start gets, by kind: several kinds for several shared devices."""
     left: Mapping[str, DeviceCount] = field(default_factory=dict)
     """Devices that no start of now gets, by kind."""
     host_left: HostAmount | None = None

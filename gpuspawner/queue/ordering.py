@@ -17,14 +17,14 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import NamedTuple
 
 from ..core.units import DeviceCount
-from .kinds import CPU_ONLY, most_equivalents
+from .kinds import CPU_ONLY, most_equivalents, shared_pools
 from .limits import LimitedRequests, Limiter
 from .models import HOUR, Priority, QueuePolicy, ScorePart, WaitingTicket
 from .session_lengths import ExpectedLength, SessionLengths, SimilarSessions
@@ -197,7 +197,9 @@ class Shape:
 
     devices: DeviceCount
     taken: Mapping[str, DeviceCount]
-    """How much a ticket takes of each kind that fits, in order of the kinds."""
+    """How much a ticket takes if it gets all its devices of one kind, for each that fits."""
+    pools: Sequence[Sequence[str]]
+    """The shared devices, of which a ticket for several takes so many of one pool."""
     equivalents: DeviceCount
     """How many GPUs the devices are at most; a MIG instance counts as its part."""
     gathers: bool = False
@@ -525,9 +527,12 @@ class Book:
         alike_in = (ticket.devices, ticket.kinds, ticket.share_bytes, ticket.smallest)
         shape = self.shapes.get(alike_in)
         if shape is None:
+            pools = shared_pools(ticket.kinds) if ticket.devices > 1 else {}
+            alone = ticket.kinds.difference(*pools.values())
             shape = Shape(
                 devices=ticket.devices,
-                taken={kind: ticket.taken_of(kind) for kind in sorted(ticket.kinds)},
+                taken={kind: ticket.taken_of(kind) for kind in sorted(alone)},
+                pools=tuple(pools.values()),
                 equivalents=most_equivalents(ticket.devices, ticket.kinds),
                 gathers=ticket.gathers_slots,
                 smallest=ticket.smallest,

@@ -343,8 +343,9 @@ class PositionService:
 
     def _is_yielded(self, ticket_id: str, decision: Decision) -> bool:
         """Return True if a start of now may have to wait until preemptible runs have yielded."""
-        kind = decision.on.get(ticket_id, "")
-        return decision.left.get(kind, 0) < self.line.supply.yielded.get(kind, 0)
+        left, yielded = decision.left, self.line.supply.yielded
+        kinds = decision.takes.get(ticket_id, ())
+        return any(left.get(kind, 0) < yielded.get(kind, 0) for kind in kinds)
 
     def _ends(self, now: float) -> dict[str, float]:
         """Return when the credits of open leases run out; nobody is promised that they do.

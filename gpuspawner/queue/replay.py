@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Protocol
 
 from ..core.units import DeviceCount
-from .kinds import taken_of
+from .kinds import shared_pools
 from .models import HOUR, Decision, RunningLease, WaitingTicket
 
 ANY = "any"
@@ -91,7 +91,7 @@ def replay_trace(
     free: dict[str, DeviceCount] = dict(devices)
     starts = [math.nan] * len(jobs)
     ends: list[tuple[float, int]] = []
-    on: dict[int, str] = {}
+    on: dict[int, Mapping[str, DeviceCount]] = {}
     coming, waiting = 0, 0
     idle: DeviceCount = sum(devices.values())
     asked_at = [job.asked_at for job in jobs] + [math.inf]
@@ -103,15 +103,15 @@ def replay_trace(
         while end_at <= now:
             at = heapq.heappop(ends)[1]
             end_at = ends[0][0] if ends else math.inf
-            kind = on.pop(at)
-            count = taken_of(kind, jobs[at].devices)
-            free[kind] += count
-            idle += count
+            for kind, count in on.pop(at).items():
+                free[kind] += count
+                idle += count
             player.ended(str(at), now)
         while asked_at[coming] <= now:
             job = jobs[coming]
-            if any(devices.get(kind, 0) >= job.devices for kind in job.kinds):
-                player.submit(_ticket(coming, job))
+            ticket = _ticket(coming, job)
+            if _fits(ticket, devices):
+                player.submit(ticket)
                 waiting += 1
             coming += 1
         wake_at = math.inf
@@ -121,17 +121,19 @@ def replay_trace(
         for ticket_id in decision.starts:
             at = int(ticket_id)
             job = jobs[at]
-            kind = decision.on.get(ticket_id, "")
-            count = taken_of(kind, job.devices)
-            if kind not in job.kinds or free[kind] < count or not math.isnan(starts[at]):
-                raise RuntimeError(f"the policy starts job {at} on {kind!r}, which it cannot")
-            free[kind] -= count
-            idle -= count
+            held = decision.takes.get(ticket_id, {})
+            is_right = held.keys() <= job.kinds and sum(held.values()) >= job.devices
+            is_free = all(free[kind] >= count for kind, count in held.items())
+            if not (is_right and is_free and math.isnan(starts[at])):
+                raise RuntimeError(f"the policy starts job {at} on {held}, which it cannot")
+            for kind, count in held.items():
+                free[kind] -= count
+                idle -= count
             waiting -= 1
             starts[at] = now
-            on[at] = kind
+            on[at] = held
             heapq.heappush(ends, (now + job.duration, at))
-            player.started(_lease(at, job, kind, now))
+            player.started(_lease(at, job, held, now))
         end_at = ends[0][0] if ends else math.inf
         if wake_seconds and waiting and idle:
             wake_at = now + wake_seconds
@@ -152,12 +154,12 @@ def _ticket(at: int, job: TraceJob) -> WaitingTicket:
     )
 
 
-def _lease(at: int, job: TraceJob, kind: str, now: float) -> RunningLease:
+def _lease(at: int, job: TraceJob, held: Mapping[str, DeviceCount], now: float) -> RunningLease:
     return RunningLease(
         id=str(at),
         member=job.member,
         group=job.group,
-        held={kind: taken_of(kind, job.devices)},
+        held=held,
         started_at=now,
         ends_at=None if job.seconds is None else now + job.seconds,
     )
@@ -364,11 +366,10 @@ class _Policy:
         pass
 
     def decide(self, now: float, free: Mapping[str, DeviceCount]) -> Decision:
-        left, on = dict(free), {}
+        left, takes = dict(free), {}
         while ticket := self.next(now, left):
-            on[ticket.id] = kind = _fits(ticket, left)
-            left[kind] -= taken_of(kind, ticket.devices)
-        return Decision(starts=tuple(on), on=on)
+            takes[ticket.id] = _take(_fits(ticket, left), left)
+        return Decision(starts=tuple(takes), takes=takes)
 
     def next(self, now: float, left: Mapping[str, DeviceCount]) -> WaitingTicket | None:
         """Take a ticket that fits the devices that are left, or return None."""
@@ -415,26 +416,25 @@ class _Easy(_Fifo):
         if not self.line or now - self.looked_at < INTERVAL:
             return first
         self.looked_at = now
-        left, on = dict(free), dict(first.on)
-        for ticket_id, kind in on.items():
-            left[kind] -= taken_of(kind, self.jobs[int(ticket_id)].devices)
+        left, takes = dict(free), dict(first.takes)
+        for held in takes.values():
+            _take(held, left)
         head = self.line[0]
         kind, at, spare = min(
             ((k, *self._planned(head.devices, k, left)) for k in head.kinds if k in free),
             key=lambda plan: plan[1],
         )
         for ticket in [self.line[n] for n in range(1, min(DEPTH, len(self.line)))]:
-            other = _fits(ticket, left)
-            if not other:
+            held = _fits(ticket, left)
+            if not held:
                 continue
-            if other == kind and now + self.jobs[int(ticket.id)].duration > at:
+            if kind in held and now + self.jobs[int(ticket.id)].duration > at:
                 if ticket.devices > spare:
                     continue
-                spare -= taken_of(kind, ticket.devices)
-            left[other] -= taken_of(other, ticket.devices)
-            on[ticket.id] = other
-        self.line = deque(ticket for ticket in self.line if ticket.id not in on)
-        return Decision(starts=tuple(on), on=on)
+                spare -= held[kind]
+            takes[ticket.id] = _take(held, left)
+        self.line = deque(ticket for ticket in self.line if ticket.id not in takes)
+        return Decision(starts=tuple(takes), takes=takes)
 
     def _planned(
         self, devices: DeviceCount, kind: str, left: Mapping[str, DeviceCount]
@@ -542,10 +542,25 @@ class _FairShare(_Policy):
         self.used[group] = self._use(group, now), before + devices, now
 
 
-def _fits(ticket: WaitingTicket, left: Mapping[str, DeviceCount]) -> str:
-    """Return the fitting kind with the most free devices, or ``""`` if none has enough."""
+def _fits(ticket: WaitingTicket, left: Mapping[str, DeviceCount]) -> Mapping[str, DeviceCount]:
+    """Return what a ticket takes, of the kind with the most free devices; empty if too few are."""
     best = max(ticket.kinds, key=lambda kind: left.get(kind, 0))
-    return best if left.get(best, 0) >= ticket.devices else ""
+    if left.get(best, 0) >= ticket.devices:
+        return {best: ticket.taken_of(best)}
+    for pool in shared_pools(ticket.kinds).values() if ticket.devices > 1 else ():
+        free = [kind for kind in pool if left.get(kind, 0) >= 1]
+        if len(free) >= ticket.devices:
+            return dict.fromkeys(free[: int(ticket.devices)], 1)
+    return {}
+
+
+def _take(
+    held: Mapping[str, DeviceCount], left: dict[str, DeviceCount]
+) -> Mapping[str, DeviceCount]:
+    """Take these devices out of those that are left."""
+    for kind, count in held.items():
+        left[kind] -= count
+    return held
 
 
 NAMES: Mapping[str, Callable[[Sequence[TraceJob]], ReplayTarget]] = {

@@ -194,6 +194,17 @@ class ReleasePlan:
                 return start
         return math.inf
 
+    def lasts(self, devices: DeviceCount, start: float, seconds: float) -> bool:
+        """Return True if enough are free from ``start`` for so long."""
+        first = max(0, bisect_right(self._times, start) - 1)
+        last = bisect_left(self._times, start + seconds)
+        return min(self._free[first:last], default=self._free[first]) >= devices
+
+    @property
+    def times(self) -> Sequence[float]:
+        """When the number of free devices changes, in order; the first is now."""
+        return self._times
+
     def take(self, devices: DeviceCount, start: float, seconds: float) -> None:
         """Reserve devices from ``start`` for ``seconds``."""
         end = start + seconds
@@ -210,6 +221,29 @@ class ReleasePlan:
             return
         insort(self._times, at)
         self._free.insert(place, self._free[place - 1] if place else self._free[0])
+
+
+def earliest_start(
+    shape: Shape, plans: Mapping[str, ReleasePlan], seconds: float
+) -> tuple[float, dict[str, DeviceCount]]:
+    """Return the first time at which requests of a shape get their devices, and these, by kind.
+
+    Infinity and nothing if they never do.
+    """
+    found = [
+        (plans[kind].earliest(devices, seconds), [(kind, devices)])
+        for kind, devices in shape.taken.items()
+        if kind in plans
+    ]
+    for pool in shape.pools:
+        known = [kind for kind in pool if kind in plans]
+        for at in sorted({time for kind in known for time in plans[kind].times}):
+            some = [kind for kind in known if plans[kind].lasts(1, at, seconds)]
+            if len(some) >= shape.devices:
+                found.append((at, [(kind, 1) for kind in some[: int(shape.devices)]]))
+                break
+    at, held = min(found, default=(math.inf, []))
+    return (at, dict(held)) if math.isfinite(at) else (math.inf, {})
 
 
 _VERSIONS = itertools.count()
@@ -252,8 +286,8 @@ class Round:
         self.version = self.number = next(_VERSIONS)
         """The version increases with every grant or reservation; the number is the first one."""
         self.planned: dict[str, float] = {}
-        self.on: dict[str, str] = {}
-        """The kind of devices of each start."""
+        self.takes: dict[str, Mapping[str, DeviceCount]] = {}
+        """The devices that each start gets, by kind."""
         self._capacity = capacity
         self._releases = releases
         self._guess_again = guess_again
@@ -268,6 +302,12 @@ class Round:
             if self.left.get(kind, 0) >= devices:
                 of_kind = self._rooms(kind, devices)
                 rooms = of_kind if rooms is _NO_ROOM else tuple(map(max, rooms, of_kind))
+        for pool in shape.pools:
+            each = [self._rooms(kind, 1) for kind in pool if self.left.get(kind, 0) >= 1]
+            if len(each) >= shape.devices:
+                # As long as the least of the best that are enough.
+                best = (sorted(some)[-int(shape.devices)] for some in zip(*each, strict=True))
+                rooms = tuple(map(max, rooms, best))
         shape.rooms = rooms
         shape.seen = self.version
 
@@ -280,51 +320,59 @@ class Round:
 
     def start(self, ticket_id: str, shape: Shape, seconds: float, which: int) -> None:
         """Give a ticket its devices; ``which`` is the room that was found to be enough."""
-        kind, devices = self.hold(shape, seconds, which)
-        self.on[ticket_id] = kind
-        self._starts.setdefault(kind, []).append((self.now + seconds, ticket_id, devices))
+        held = self.takes[ticket_id] = self.hold(shape, seconds, which)
+        for kind, devices in held.items():
+            self._starts.setdefault(kind, []).append((self.now + seconds, ticket_id, devices))
 
-    def hold(self, shape: Shape, seconds: float, which: int) -> tuple[str, DeviceCount]:
-        """Take the devices of a ticket out of the round; return their kind and how many."""
-        kind = next(iter(shape.taken))
-        if len(shape.taken) > 1:
-            kind = self._best_kind(shape, seconds, which)
-        devices = shape.taken[kind]
-        kept = self._kept.get(kind)
-        if kept is not None:
-            in_doubt = kept.no_guess and which & GUESS
-            if in_doubt or self.now + seconds > kept.at:
-                kept.spare -= devices
-        self.left[kind] -= devices
-        if not self.left[kind]:
-            del self.left[kind]
+    def hold(self, shape: Shape, seconds: float, which: int) -> dict[str, DeviceCount]:
+        """Take the devices of a ticket out of the round; return them by kind."""
+        held = dict(shape.taken)
+        if len(held) > 1 or shape.pools:
+            held = self._best(shape, seconds, which)
+        for kind, devices in held.items():
+            kept = self._kept.get(kind)
+            if kept is not None:
+                in_doubt = kept.no_guess and which & GUESS
+                if in_doubt or self.now + seconds > kept.at:
+                    kept.spare -= devices
+            self.left[kind] -= devices
+            if not self.left[kind]:
+                del self.left[kind]
         self.version = next(_VERSIONS)
-        return kind, devices
+        return held
 
-    def _best_kind(self, shape: Shape, seconds: float, which: int) -> str:
-        """Return the kind to take: not one that others wait for, if the ticket fits elsewhere.
+    def _best(self, shape: Shape, seconds: float, which: int) -> dict[str, DeviceCount]:
+        """Return what to take: not what others wait for, if the ticket fits elsewhere.
 
         Of the others the best by :func:`~gpuspawner.queue.kinds.kind_preference`.
         """
-        taken = shape.taken
-        fitting = [kind for kind, devices in taken.items() if self.left.get(kind, 0) >= devices]
+        order = self._capacity.order
 
-        def is_elsewhere(kind: str) -> tuple[bool, bool, bool]:
+        def is_elsewhere(kind: str, devices: DeviceCount) -> tuple[bool, bool, bool]:
             return (
-                self._rooms(kind, taken[kind])[which] >= seconds,
+                self._rooms(kind, devices)[which] >= seconds,
                 kind not in self._kept,
-                self.left[kind] - self._yielded.get(kind, 0) >= taken[kind],
+                self.left[kind] - self._yielded.get(kind, 0) >= devices,
             )
 
-        ranks = {kind: is_elsewhere(kind) for kind in fitting}
-        best = max(ranks.values())
-        order = self._capacity.order if shape.devices < 1 else {}
+        def preference(kind: str, left: DeviceCount, devices: DeviceCount) -> Preference:
+            key = kind_preference(kind, left, devices, smallest=shape.smallest)
+            return *key, order.get(kind, 0) if devices < 1 else 0
 
-        def preference(kind: str) -> Preference:
-            key = kind_preference(kind, self.left[kind], taken[kind], smallest=shape.smallest)
-            return *key, order.get(kind, 0)
-
-        return min((kind for kind in fitting if ranks[kind] == best), key=preference)
+        found = [
+            (is_elsewhere(kind, devices), preference(kind, left, devices), {kind: devices})
+            for kind, devices in shape.taken.items()
+            if (left := self.left.get(kind, 0)) >= devices
+        ]
+        for pool in shape.pools:
+            ranks = {kind: is_elsewhere(kind, 1) for kind in pool if self.left.get(kind, 0) >= 1}
+            count = int(shape.devices)
+            if len(ranks) >= count:
+                best = sorted(ranks, key=lambda kind: ranks[kind], reverse=True)[:count]
+                key = preference(best[0], len(ranks), count)
+                found.append((ranks[best[-1]], key, dict.fromkeys(best, 1)))
+        rank = max(rank for rank, _, _ in found)
+        return min((each for each in found if each[0] == rank), key=itemgetter(1))[2]
 
     def keep(self, ticket_id: str, shape: Shape, which: int, no_guess: bool) -> None:
         """Plan the start of a ticket that does not fit.
@@ -334,24 +382,39 @@ class Round:
         """
         shape.considered = self.number
         kinds = [kind for kind in shape.taken if kind not in self._kept]
-        if not kinds:
+        pools = [[kind for kind in pool if kind not in self._kept] for pool in shape.pools]
+        pools = [pool for pool in pools if len(pool) >= shape.devices]
+        if not kinds and not pools:
             return
         if self._releases.next_guess <= self.now:
             self._guess_again(self.now)
-        plans = []
+        plans: list[tuple[float, list[tuple[str, DeviceCount]]]] = []
         for kind in kinds:
             devices = shape.taken[kind]
-            left, starts = self.left.get(kind, 0), self._starts.get(kind, ())
+            left = self.left.get(kind, 0)
             if not which & SMALL:
                 left -= self._capacity.for_small(kind, devices)
-            planned = self._releases.together(kind, devices, left, self.now, starts)
+            planned = self._together(kind, devices, left)
             if planned is not None:
-                plans.append((planned.at, kind, planned))
+                plans.append((planned.at, [(kind, planned.spare)]))
+        for pool in pools:
+            each = ((self._together(kind, 1, self.left.get(kind, 0)), kind) for kind in pool)
+            first = sorted((it.at, kind, it.spare) for it, kind in each if it is not None)
+            if len(first) >= shape.devices:
+                first = first[: int(shape.devices)]
+                plans.append((first[-1][0], [(kind, spare) for _, kind, spare in first]))
         if plans:
-            at, kind, planned = min(plans)
-            self._kept[kind] = _KeptDevices(at, planned.spare, no_guess)
+            at, gathered = min(plans)
+            for kind, spare in gathered:
+                self._kept[kind] = _KeptDevices(at, spare, no_guess)
             self.planned[ticket_id] = at
             self.version = next(_VERSIONS)
+
+    def _together(self, kind: str, devices: DeviceCount, left: DeviceCount) -> PlannedStart | None:
+        if left >= devices:  # as some devices of a pool may be
+            return PlannedStart(self.now, left - devices)
+        starts = self._starts.get(kind, ())
+        return self._releases.together(kind, devices, left, self.now, starts)
 
     def started(self, kind: str) -> list[_Release]:
         """Return what starts now of a kind, as releases."""
@@ -495,7 +558,7 @@ class Walk:
                 if batch.entry < entry:
                     heappush(self._heads, (batch.entry, None))
                 return
-        if entry[3] in self._round.on or self._is_refused(entry[3], batch, is_noted=room >= 0.0):
+        if entry[3] in self._round.takes or self._is_refused(entry[3], batch, is_noted=room >= 0.0):
             return
         if self._offer(entry[3], batch, batch.which, because_of_age=False):
             behind = batch.behind(entry[3], self._now)
@@ -550,7 +613,7 @@ class Walk:
         """Serve the first ticket that has waited too long for the host, or keep all it needs."""
         for ticket_id in host.in_need(self._now):
             batch, round_ = self._book.batch(ticket_id), self._round
-            if ticket_id in round_.on or self._limiter.refusal(batch, self._now):
+            if ticket_id in round_.takes or self._limiter.refusal(batch, self._now):
                 continue
             if host.fits(batch) or round_.room(batch) < batch.seconds:
                 self._offer(ticket_id, batch, batch.which, because_of_age=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -26,7 +26,7 @@ from .models import (
     WaitingTicket,
 )
 from .ordering import BY_AGE, FIRST, LAST, POSITION, Book, Key, Points, TicketBatch
-from .rounds import Capacity, OverdueTickets, ReleasePlan, ReleaseTimes, Round, Walk
+from .rounds import Capacity, OverdueTickets, ReleasePlan, ReleaseTimes, Round, Walk, earliest_start
 from .session_lengths import SessionLengths, SimilarSessions
 
 
@@ -230,8 +230,8 @@ class Scheduler:
             self._plan(round_, now, self._in_order(now, aged), planned, likely_ends)
             keys = self._in_order(now, aged)
             latest = self._latest_starts(round_, now, keys, planned, likely_ends)
-        held_back = self._held_back(round_.on, now) if reasons else {}
-        waits_for_host = self._wait_for_host(round_.on, held_back) if reasons else {}
+        held_back = self._held_back(round_.takes, now) if reasons else {}
+        waits_for_host = self._wait_for_host(round_.takes, held_back) if reasons else {}
         self._limiter.give_back()
         return Decision(
             starts=tuple(walk.starts),
@@ -239,7 +239,7 @@ class Scheduler:
             latest=latest,
             held_back=held_back,
             waits_for_host=waits_for_host,
-            on=round_.on,
+            takes=round_.takes,
             left=left,
             host_left=self._host.left if self._host else None,
         )
@@ -283,7 +283,7 @@ class Scheduler:
             known = self._leases[lease_id]
             self._ends(known.lease, max(now + 60.0, self._guess(known, now)))
 
-    def _held_back(self, starting: Mapping[str, str], now: float) -> dict[str, str]:
+    def _held_back(self, starting: Collection[str], now: float) -> dict[str, str]:
         return {
             ticket_id: batch.refusal
             for batch in self._book.limited
@@ -293,7 +293,7 @@ class Scheduler:
         }
 
     def _wait_for_host(
-        self, starting: Mapping[str, str], held_back: Mapping[str, str]
+        self, starting: Collection[str], held_back: Mapping[str, str]
     ) -> dict[str, str]:
         if self._host is None:
             return {}
@@ -357,20 +357,16 @@ class Scheduler:
             plans[kind] = ReleasePlan(now, round_.left.get(kind, 0), ends)
         for key in keys:
             batch = self._book.batch(key[3])
-            if key[3] in round_.on or self._has_to_wait(batch, now):
+            if key[3] in round_.takes or self._has_to_wait(batch, now):
                 continue
             if most <= 0:
                 break
             most -= 1
             seconds = batch.seconds
-            starts = [
-                (plans[kind].earliest(devices, seconds), kind)
-                for kind, devices in batch.shape.taken.items()
-                if kind in plans
-            ]
-            at, kind = min(starts, default=(math.inf, ""))
-            if math.isfinite(at):
-                plans[kind].take(batch.shape.taken[kind], at, seconds)
+            at, held = earliest_start(batch.shape, plans, seconds)
+            for kind, devices in held.items():
+                plans[kind].take(devices, at, seconds)
+            if held:
                 if likely_ends or key[3] not in round_.planned:
                     round_.planned[key[3]] = at
             elif likely_ends:
@@ -398,12 +394,11 @@ class Scheduler:
             is_sure = is_sure and lease.ends_at is not None
             for kind, devices in lease.held.items() if lease.ends_at is not None else ():
                 ends.setdefault(kind, []).append((max(now, lease.ends_at or now), devices))
-        for ticket_id, kind in round_.on.items():
+        for ticket_id, held in round_.takes.items():
             ticket = self.waiting[ticket_id]
             is_sure = is_sure and ticket.seconds is not None
-            if ticket.seconds is not None:
-                devices = ticket.taken_of(kind)
-                ends.setdefault(kind, []).append((now + ticket.seconds, devices))
+            for kind, devices in held.items() if ticket.seconds is not None else ():
+                ends.setdefault(kind, []).append((now + (ticket.seconds or 0), devices))
         plans = {
             kind: ReleasePlan(now, round_.left.get(kind, 0), ends.get(kind, ()))
             for kind in {*self._capacity.devices, *round_.left}
@@ -411,7 +406,7 @@ class Scheduler:
         found: dict[str, float] = {}
         for key in keys:
             ticket = self.waiting[key[3]]
-            if ticket.id in round_.on:
+            if ticket.id in round_.takes:
                 continue
             # Nobody can say when others return memory and CPU of the host.
             batch = self._book.batch(ticket.id)
@@ -420,14 +415,11 @@ class Scheduler:
             if len(found) >= most or is_held_back or (is_gathered and not is_sure):
                 break
             seconds = math.inf if ticket.seconds is None else ticket.seconds
-            starts = [
-                (plans[kind].earliest(ticket.taken_of(kind), seconds), kind)
-                for kind in sorted(ticket.kinds & plans.keys())
-            ]
-            at, kind = min(starts, default=(math.inf, ""))
-            if math.isinf(at):
+            at, held = earliest_start(batch.shape, plans, seconds)
+            if not held:
                 break
-            plans[kind].take(ticket.taken_of(kind), at, seconds)
+            for kind, devices in held.items():
+                plans[kind].take(devices, at, seconds)
             found[ticket.id] = at
             is_sure = is_sure and ticket.seconds is not None
         return found

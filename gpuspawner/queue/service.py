@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime, timedelta, timezone
@@ -53,10 +53,12 @@ from . import repository
 from .delegation import DelegationService
 from .kinds import (
     Preference,
+    add,
     kind_of,
     kind_preference,
     most_equivalents,
     parts_of,
+    shared_pools,
     subtract,
 )
 from .models import Decision, QueueLimits, Ticket
@@ -250,7 +252,7 @@ class QueueService:
         """Return True if a member's preemptible run would get its devices now."""
         request = self.positions.of_member(request, groups, preemptible=True)
         with self.line.lock:
-            return bool(self._spare_kinds(request, user))
+            return bool(self._spare_devices(request, user))
 
     def _spare(self) -> dict[str, DeviceCount]:
         """Return how many devices of each kind preemptible runs may use: no start needs them."""
@@ -260,20 +262,31 @@ class QueueService:
         # Positive counts only: of what is left, preemptible runs hold some.
         return subtract(decision.left, self.line.supply.yielded)
 
-    def _spare_kinds(self, request: Request, user: str) -> list[str]:
-        """Return the kinds with enough spare devices for a request, the best first."""
-        spare, line = self._spare(), self.line
-        taken = {kind: line.taken_of(kind, request) for kind in line.kinds(request, user)}
-        kinds = [kind for kind, devices in taken.items() if spare.get(kind, 0) >= devices]
-        order = {kind: place for place, kind in enumerate(self.line.supply.usable)}
+    def _spare_devices(self, request: Request, user: str) -> Collection[str]:
+        """Return the kinds that a request gets its spare devices from; none if too few are left.
 
-        def rank(kind: str) -> Preference:
+        A request without a device has a kind that is not spare.
+        """
+        spare, line = self._spare(), self.line
+        kinds = line.kinds(request, user)
+        order = {kind: place for place, kind in enumerate(line.supply.usable)}
+
+        def rank(kind: str, left: DeviceCount, devices: DeviceCount) -> Preference:
             own = preference(parts_of(kind).groups, request.groups)
-            left = spare.get(kind, 0)  # a request without a device has a kind that is not spare
-            key = kind_preference(kind, left, taken[kind], smallest=request.smallest)
+            key = kind_preference(kind, left, devices, smallest=request.smallest)
             return own, *key, order.get(kind, 0)
 
-        return sorted(kinds, key=rank)
+        found = [
+            (rank(kind, left, devices), [kind])
+            for kind in kinds
+            if (left := spare.get(kind, 0)) >= (devices := line.taken_of(kind, request))
+        ]
+        for pool in shared_pools(kinds).values() if request.devices > 1 else ():
+            some = [kind for kind in pool if spare.get(kind, 0) >= 1]
+            if len(some) >= request.devices:
+                key = rank(some[0], len(some), request.devices)
+                found.append((key, some[: request.devices]))
+        return min(found, default=((), []))[1]
 
     def _make_room(self, starts: list[str], decision: Decision) -> list[str]:
         """Return the starts that find all they need; for the others, preemptible runs yield."""
@@ -281,17 +294,16 @@ class QueueService:
         reserved, lacking = NOTHING, NOTHING
         ready = []
         for ticket_id in starts:
-            request, kind = self.line.tickets[ticket_id].request, decision.on[ticket_id]
-            devices = self.line.taken_of(kind, request)
+            request, held = self.line.tickets[ticket_id].request, decision.takes[ticket_id]
             left = self.line.host_left(request)
             is_room = left is None or request.host.fits(left - reserved)
-            if is_room and free.get(kind, 0) >= devices:
-                free[kind] = free.get(kind, 0) - devices
+            lacks = {kind: some for kind, some in held.items() if free.get(kind, 0) < some}
+            if is_room and not lacks:
+                free = subtract(free, held)
                 reserved += request.host
                 ready.append(ticket_id)
                 continue
-            if free.get(kind, 0) < devices:
-                missing[kind] = missing.get(kind, 0) + devices
+            missing = add(missing, lacks)
             if left is not None and not is_room:
                 lacking = (lacking + request.host - (left - reserved)).at_least(NOTHING)
         missing = subtract(missing, free)
@@ -552,13 +564,13 @@ class QueueService:
     ) -> Lease:
         """Grant a preemptible run what nobody else can use now. Raises NoDeviceFree."""
         with self.line.lock:
-            kinds = self._spare_kinds(request, server.user)
+            kinds = self._spare_devices(request, server.user)
             if not kinds:
                 raise NoDeviceFree()
             left = self.positions.decide().host_left
             if left and not request.host.fits(left - self.line.reserved_by_preemptible):
                 raise HostFull(lacking=request.host.lacking(left))
-            return grant(kept=self._of_other_kinds(kinds[0]))
+            return grant(kept=self._of_other_kinds(kinds))
 
     def _ask_without_device(
         self, ticket: Ticket, grant: Callable[..., Lease], *, wait: bool
@@ -606,7 +618,7 @@ class QueueService:
         finally:
             self.line.scheduler.withdraw(probe.id)
         if probe.id in decision.starts:
-            return grant(kept=self._of_other_kinds(decision.on[probe.id]))
+            return grant(kept=self._of_other_kinds(decision.takes[probe.id]))
         if lacking := decision.waits_for_host.get(probe.id):
             raise HostFull(lacking=lacking)
         why = decision.held_back.get(probe.id)
@@ -752,18 +764,18 @@ class QueueService:
         Raises NoDeviceFree if it chose none any more, and the ticket might get a slot of a device
         that is kept until it is empty.
         """
-        kind = self.positions.decide().on.get(ticket.id)
-        if kind is None and self.leases.budget and ticket.request.host:
+        kinds = self.positions.decide().takes.get(ticket.id)
+        if kinds is None and self.leases.budget and ticket.request.host:
             raise HostFull(lacking=str(ticket.request.host))
-        if kind is None and not self.line.paused and self.line.is_for_share(ticket.request):
+        if kinds is None and not self.line.paused and self.line.is_for_share(ticket.request):
             raise NoDeviceFree()
-        return self._of_other_kinds(kind)
+        return self._of_other_kinds(kinds)
 
-    def _of_other_kinds(self, kind: str | None) -> frozenset[str]:
+    def _of_other_kinds(self, kinds: Collection[str] | None) -> frozenset[str]:
         fleet = self.line.supply.fleet
         kept = {Slot.closure(uuid) for uuid in self.line.closed if uuid in fleet.by_uuid}
-        if kind is not None:
-            kept |= {Slot.closure(d.uuid) for d in fleet.devices if kind_of(d) != kind}
+        if kinds is not None:
+            kept |= {Slot.closure(d.uuid) for d in fleet.devices if kind_of(d) not in kinds}
         return texts(kept)
 
 

@@ -34,6 +34,7 @@ from .kinds import (
     parts_of,
     pool_kind,
     pool_of,
+    shared_pools,
     taken_of,
 )
 from .models import EndedSession, Priority, RunningLease, Ticket, WaitingTicket
@@ -274,12 +275,10 @@ class QueueState:
         asked, kinds = self.asked(request), self.kinds(request, user)
         if any(devices.get(kind, 0) >= self.taken_of(kind, request) for kind in kinds):
             return True
-        if asked <= 1 or not self.supply.fleet.is_external:
-            return False
-        pools = Counter[str]()  # each shared device is a kind of its own
-        for kind in kinds:
-            pools[pool_of(kind)] += int(devices.get(kind, 0))
-        return any(count >= asked for count in pools.values())
+        return asked > 1 and any(
+            sum(int(devices.get(kind, 0)) for kind in pool) >= asked
+            for pool in shared_pools(kinds).values()
+        )
 
     # Parts of a sync.
 
@@ -453,10 +452,8 @@ class QueueState:
         )
         fleet = self.supply.fleet
         fitting = [kind_of(device) for device in suitable(request, fleet.devices)]
-        # An external scheduler gives several shared devices at once, which are kinds of their own.
-        group = pool_of if fleet.is_external else str
-        counts = Counter(map(group, fitting))
-        return frozenset(kind for kind in fitting if counts[group(kind)] >= count)
+        counts = Counter(map(pool_of, fitting))  # shared devices are kinds of their own
+        return frozenset(kind for kind in fitting if counts[pool_of(kind)] >= count)
 
 
 def _kind_of_leased(leased: LeasedDevice, fleet: PlacementIndex) -> str:

@@ -350,7 +350,7 @@ def feasible_sets(
             return False
         if d.memory_bytes < request.memory_bytes:
             return False
-        if (d.slots > 1 and request.devices > 1) or not is_for(request, d):
+        if not is_for(request, d):
             return False
         if ignoring:
             return True
@@ -362,7 +362,7 @@ def feasible_sets(
     return [
         some
         for some in itertools.combinations(possible, request.devices)
-        if len({(d.model, d.reserved_for, d.lent) for d in some}) == 1
+        if len({(d.model, d.slots, d.reserved_for, d.lent) for d in some}) == 1
     ]
 
 
@@ -406,6 +406,8 @@ def test_placement_matches_exhaustive_search(
     assert given_devices[0].memory_bytes == least
     if request.devices > 1:
         fitting = [some for some in sets if some[0].memory_bytes == least]
+        least_shared = min(some[0].slots > 1 for some in fitting)
+        fitting = [some for some in fitting if (some[0].slots > 1) == least_shared]
         best = max(closeness(some, links) for some in fitting)
         assert closeness(given_devices, links) == best
         first = next(some for some in fitting if closeness(some, links) == best)

@@ -133,8 +133,8 @@ def test_several_devices_are_all_reserved_or_all_open() -> None:
     with pytest.raises(TooMuchAsked) as refused:
         chosen(devices, groups=LAB, devices=3)
     assert refused.value.message == (
-        "You asked for 3 GPUs. This hub has 4 GPUs, and those of one server are of one model, and "
-        "reserved or not: 2 A100 reserved for vision-lab and 2 A100. Ask for 2 at most."
+        "You asked for 3 GPUs. This hub has 4 GPUs, and those of one server are of one model and "
+        "reserved alike: 2 A100 reserved for vision-lab and 2 A100. Ask for 2 at most."
     )
 
 

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Mapping
 from typing import Any
 
+from gpuspawner.core.units import DeviceCount
 from gpuspawner.queue.models import Decision, RunningLease, WaitingTicket
 from gpuspawner.queue.scheduler import Scheduler
 
@@ -22,7 +23,7 @@ def ticket(
     return WaitingTicket(id=name, devices=devices, kinds=frozenset(kinds), asked_at=at, **more)
 
 
-def lease(name: str, held: Mapping[str, int], at: float = T0, **more: Any) -> RunningLease:
+def lease(name: str, held: Mapping[str, DeviceCount], at: float = T0, **more: Any) -> RunningLease:
     """One that runs; without ``ends_at`` its end is not known."""
     return RunningLease(
         id=name, held=held, started_at=at, **{"member": f"member of {name}", **more}
@@ -40,13 +41,18 @@ def scheduler_of(
     return scheduler
 
 
+def kinds_of(decision: Decision) -> dict[str, str]:
+    """The kind that each start gets its devices from; several are joined."""
+    return {name: " ".join(held) for name, held in decision.takes.items()}
+
+
 class Site:
     """Runs what a scheduler starts. Real: the scheduler; sessions are entries of a heap."""
 
     def __init__(self, scheduler: Scheduler, devices: Mapping[str, int], now: float = T0) -> None:
         self.scheduler = scheduler
         self.devices = dict(devices)
-        self.free = dict(devices)
+        self.free: dict[str, DeviceCount] = dict(devices)
         self.now = now
         self.started_at: dict[str, float] = {}
         self._ends: list[tuple[float, str]] = []
@@ -56,14 +62,17 @@ class Site:
         """What the scheduler says now."""
         return self.scheduler.decide(self.now, self.free)
 
-    def start(self, name: str, kind: str, lasts: float, known: bool = True) -> None:
+    def start(
+        self, name: str, held: Mapping[str, DeviceCount], lasts: float, known: bool = True
+    ) -> None:
         """Give a ticket its devices; ``lasts`` is how long it keeps them."""
         waiting = self.scheduler.waiting[name]
-        self.free[kind] -= waiting.devices
-        assert self.free[kind] >= 0, "given twice"
+        for kind, count in held.items():
+            self.free[kind] -= count
+            assert self.free[kind] >= 0, "given twice"
         heapq.heappush(self._ends, (self.now + lasts, name))
         self.started_at[name] = self.now
-        held, ends_at = {kind: waiting.devices}, self.now + lasts if known else None
+        ends_at = self.now + lasts if known else None
         who = {"member": waiting.member, "group": waiting.group}
         self.scheduler.started(lease(name, held, self.now, ends_at=ends_at, **who))
 
@@ -72,7 +81,7 @@ class Site:
         decision = self.decide()
         for name in decision.starts:
             seconds = (lasts or {}).get(name) or self.scheduler.waiting[name].seconds or HOUR
-            self.start(name, decision.on[name], seconds, known)
+            self.start(name, decision.takes[name], seconds, known)
         return decision
 
     def go_to(self, now: float) -> None:

@@ -4,12 +4,14 @@ scheduler; sessions are entries of a heap."""
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpuspawner.core.units import DeviceCount
 from gpuspawner.leases.host_resources import NOTHING, UNLIMITED, HostAmount, HostBudget
 from gpuspawner.queue.host_admission import HostUse
 from gpuspawner.queue.kinds import CPU_ONLY
@@ -43,14 +45,16 @@ class HostSite(Site):
         use = HostUse(self.reserved, self.free["a"])
         return self.scheduler.decide(self.now, self.free, reasons=True, host=use)
 
-    def start(self, name: str, kind: str, lasts: float, known: bool = True) -> None:
+    def start(
+        self, name: str, held: Mapping[str, DeviceCount], lasts: float, known: bool = True
+    ) -> None:
         waiting = self.scheduler.waiting[name]
         left = self.budget.left(self.reserved, self.free["a"], has_devices=waiting.devices > 0)
         assert waiting.host.fits(left), "more than there is"
         self.reserved += waiting.host
         self._hosts[name] = waiting.host
         if waiting.devices:
-            super().start(name, kind, lasts, known)
+            super().start(name, held, lasts, known)
             return
         self.started_at[name] = self.now
         heapq.heappush(self._cpu_only, (self.now + lasts, name))
@@ -191,7 +195,11 @@ def test_budget_that_is_never_reached_changes_no_decision(
     scheduler = scheduler_of(*waiting, capacity={"a": 4}, host=ample)
     expected = plain.decide(T0, {"a": free}, reasons=True)
     found = scheduler.decide(T0, {"a": free}, reasons=True, host=use)
-    assert (found.starts, found.on, found.left) == (expected.starts, expected.on, expected.left)
+    assert (found.starts, found.takes, found.left) == (
+        expected.starts,
+        expected.takes,
+        expected.left,
+    )
     assert found.waits_for_host == {}
 
 

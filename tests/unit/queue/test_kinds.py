@@ -9,7 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
@@ -31,7 +31,7 @@ from gpuspawner.queue.kinds import (
     taken_of,
 )
 from gpuspawner.queue.models import WaitingTicket
-from tests.unit.queue.site import DAY, HOUR, T0, Site, lease, scheduler_of, ticket
+from tests.unit.queue.site import DAY, HOUR, T0, Site, kinds_of, lease, scheduler_of, ticket
 
 GIB = 2**30
 names = st.text(st.characters(exclude_characters="*@~", exclude_categories=("Cs",)), min_size=1)
@@ -118,33 +118,52 @@ def shared_fleets(draw: st.DrawFn) -> tuple[list[Device], frozenset[str]]:
 SLOT = Request(devices=1, sharing=Sharing.SLOT, groups=("lab",))
 
 
-@given(shared_fleets(), st.booleans())
-def test_scheduler_and_placement_choose_the_same_device(
-    found: tuple[list[Device], frozenset[str]], smallest: bool
+@given(shared_fleets(), st.integers(0, 40), st.booleans())
+def test_scheduler_and_placement_choose_the_same_share(
+    found: tuple[list[Device], frozenset[str]], gib: int, smallest: bool
 ) -> None:
     devices, taken = found
     fleet = PlacementIndex(devices, {})
+    request = replace(SLOT, memory_bytes=gib * GIB, smallest=smallest)
+    left = fleet.free_slots(taken)
+    needed = {d.uuid: d.slots_for(gib * GIB) for d in suitable(request, devices)}
+    could = [uuid for uuid, slots in needed.items() if left.get(uuid, 0) >= slots]
+    kinds = frozenset(kind_of(fleet.by_uuid[uuid]) for uuid in needed)
+    sizes = [Fraction(slots, fleet.by_uuid[uuid].slots) for uuid, slots in needed.items()]
+    scheduler = scheduler_of(
+        replace(
+            ticket("one"),
+            devices=min(sizes, default=Fraction(1, 4)),
+            kinds=kinds or frozenset({""}),
+            share_bytes=gib * GIB,
+            smallest=smallest,
+        ),
+        capacity={kind_of(device): 1 for device in devices},
+    )
     free = {
         kind_of(fleet.by_uuid[uuid]): Fraction(count, fleet.by_uuid[uuid].slots)
-        for uuid, count in fleet.free_slots(taken).items()
+        for uuid, count in left.items()
     }
-    assume(free)
-    asked = Fraction(1, max(device.slots for device in devices))
-    waiting = slot_ticket("one", [kind_of(device) for device in devices], devices=asked)
-    scheduler = scheduler_of(
-        replace(waiting, smallest=smallest), capacity={kind_of(device): 1 for device in devices}
-    )
-    (slot,) = fleet.choose(replace(SLOT, smallest=smallest), taken)
-    if smallest:
-        chosen = fleet.by_uuid[slot.uuid]
-        free_ones = [fleet.by_uuid[uuid] for uuid in fleet.free_slots(taken)]
-        alike = [d for d in free_ones if d.reserved_for == chosen.reserved_for]
-        least = min(device.memory_bytes // device.slots for device in alike)
-        assert chosen.memory_bytes // chosen.slots == least
     decision = scheduler.decide(T0, free)
-    assert decision.on == {"one": kind_of(fleet.by_uuid[slot.uuid])}
-    left = decision.left.get(decision.on["one"], 0) * fleet.by_uuid[slot.uuid].slots
-    assert left == fleet.free_slots(taken)[slot.uuid] - 1, "a whole slot, however small it asked"
+    if not could:
+        assert not decision.takes
+        with pytest.raises((NoDeviceFree, TooMuchAsked)):
+            fleet.choose(request, taken)
+        return
+    share = fleet.choose(request, taken)
+    chosen = fleet.by_uuid[share[0].uuid]
+    held = Fraction(len(share), chosen.slots)
+    assert chosen.memory_bytes * held >= gib * GIB, "enough, and not a slot more"
+    assert len(share) == 1 or chosen.memory_bytes * (held - Fraction(1, chosen.slots)) < gib * GIB
+    assert decision.takes == {"one": {kind_of(chosen): held}}
+    assert decision.left.get(kind_of(chosen), 0) * chosen.slots == left[chosen.uuid] - len(share)
+    if smallest:
+        alike = [
+            device.memory_bytes * needed[device.uuid] // device.slots
+            for device in map(fleet.by_uuid.__getitem__, could)
+            if device.reserved_for == chosen.reserved_for
+        ]
+        assert chosen.memory_bytes * len(share) // chosen.slots == min(alike)
 
 
 @st.composite
@@ -176,14 +195,18 @@ def test_request_by_memory_gets_the_smallest_free_devices_at_once_and_from_the_q
     request = Request(devices=count, memory_bytes=gigabytes * 10**9, smallest=True)
     free = Counter(kind_of(fleet.by_uuid[uuid]) for uuid in fleet.free(taken))
     fitting = Counter(kind_of(device) for device in suitable(request, devices))
-    kinds = frozenset(kind for kind, number in fitting.items() if number >= count)
+    pools = Counter(pool_of(kind_of(device)) for device in suitable(request, devices))
+    kinds = frozenset(kind for kind in fitting if pools[pool_of(kind)] >= count)
     scheduler = scheduler_of(
         replace(ticket("one", count), kinds=kinds or frozenset({""}), smallest=True),
         capacity=fitting,
     )
     decision = scheduler.decide(T0, free)
-    could = [kind for kind in kinds if free[kind] >= count]
-    assert bool(decision.on) == bool(could), "it never waits for a small one if a large one is free"
+    free_of = Counter[str]()
+    for kind in kinds:
+        free_of[pool_of(kind)] += free[kind]
+    could = [pool for pool, number in free_of.items() if number >= count]
+    assert bool(decision.takes) == bool(could), "it does not wait for a small one if one is free"
     if not could:
         with pytest.raises((NoDeviceFree, TooMuchAsked)):
             fleet.choose(request, taken)
@@ -194,23 +217,26 @@ def test_request_by_memory_gets_the_smallest_free_devices_at_once_and_from_the_q
         return count > 1 and "MIG" in parts.model, parts.memory_bytes
 
     least = min(map(size, could))
-    of_queue = decision.on["one"]
+    of_queue = decision.takes["one"]
+    assert sum(of_queue.values()) == count and len({*map(pool_of, of_queue)}) == 1
     of_grant = {kind_of(fleet.by_uuid[place.uuid]) for place in fleet.choose(request, taken)}
-    assert [size(kind) for kind in (of_queue, *of_grant)] == [least, least]
-    others = {Slot.closure(d.uuid).text for d in devices if kind_of(d) != of_queue}
+    assert {size(kind) for kind in (*of_queue, *of_grant)} == {least}
+    others = {Slot.closure(d.uuid).text for d in devices if kind_of(d) not in of_queue}
     assert len(fleet.choose(request, taken | others)) == count, "what the queue chose is there"
 
 
 def test_other_requests_get_the_kind_with_most_free_devices() -> None:
     kinds = {"T4/16": 1, "A100/80": 2}
     one = replace(ticket("one"), kinds=frozenset(kinds))
-    assert scheduler_of(one, capacity=kinds).decide(T0, kinds).on == {"one": "A100/80"}
+    assert kinds_of(scheduler_of(one, capacity=kinds).decide(T0, kinds)) == {"one": "A100/80"}
     smallest = replace(one, smallest=True)
-    assert scheduler_of(smallest, capacity=kinds).decide(T0, kinds).on == {"one": "T4/16"}
+    assert kinds_of(scheduler_of(smallest, capacity=kinds).decide(T0, kinds)) == {"one": "T4/16"}
     both = scheduler_of(one, replace(smallest, id="two"), capacity=kinds)
-    assert both.decide(T0, kinds).on == {"one": "A100/80", "two": "T4/16"}, "shapes of their own"
+    assert kinds_of(both.decide(T0, kinds)) == {"one": "A100/80", "two": "T4/16"}, (
+        "shapes of their own"
+    )
     left = {"A100/80": 1}
-    assert scheduler_of(smallest, capacity=kinds).decide(T0, left).on == {"one": "A100/80"}
+    assert kinds_of(scheduler_of(smallest, capacity=kinds).decide(T0, left)) == {"one": "A100/80"}
 
 
 @given(shared_fleets(), st.integers(1, 20))
@@ -229,7 +255,8 @@ def test_one_decision_grants_each_slot_once(
     free = {kind_of(d): Fraction(slots[d.uuid], d.slots) for d in devices if d.uuid in slots}
     decision = scheduler.decide(T0, free)
     assert len(decision.starts) == min(tickets, sum(slots.values()))
-    for kind in decision.on.values():
+    for held in decision.takes.values():
+        (kind,) = held
         try:
             (place,) = fleet.choose(
                 SLOT,
@@ -250,29 +277,29 @@ def test_yielded_slots_are_taken_last() -> None:
     kinds = [f"T4/16*4@{name}" for name in "ab"]
     scheduler = scheduler_of(slot_ticket("one", kinds), capacity=dict.fromkeys(kinds, 1))
     free = {kinds[0]: Fraction(2, 4), kinds[1]: Fraction(3, 4)}
-    assert scheduler.decide(T0, free).on == {"one": kinds[0]}, "the fuller one"
+    assert kinds_of(scheduler.decide(T0, free)) == {"one": kinds[0]}, "the fuller one"
     yielded = {kinds[0]: Fraction(2, 4)}
-    assert scheduler.decide(T0, free, yielded=yielded).on == {"one": kinds[1]}
+    assert kinds_of(scheduler.decide(T0, free, yielded=yielded)) == {"one": kinds[1]}
 
 
 def test_whole_request_gets_an_unshared_device_before_a_shared_one() -> None:
     kinds = ["T4/16*4@a", "T4/16"]
     whole = replace(ticket("one", 1), kinds=frozenset(kinds))
     scheduler = scheduler_of(whole, capacity=dict.fromkeys(kinds, 1))
-    assert scheduler.decide(T0, dict.fromkeys(kinds, 1)).on == {"one": "T4/16"}
-    assert scheduler.decide(T0, {kinds[0]: 1}).on == {"one": kinds[0]}
-    assert scheduler.decide(T0, {kinds[0]: Fraction(3, 4)}).on == {}
+    assert kinds_of(scheduler.decide(T0, dict.fromkeys(kinds, 1))) == {"one": "T4/16"}
+    assert kinds_of(scheduler.decide(T0, {kinds[0]: 1})) == {"one": kinds[0]}
+    assert kinds_of(scheduler.decide(T0, {kinds[0]: Fraction(3, 4)})) == {}
 
 
 def test_whole_request_gets_a_reserved_device_before_an_open_one() -> None:
     kinds = ["A100/80#lab", "A100/80", "T4/16"]
     whole = replace(ticket("one", 1), kinds=frozenset(kinds))
     scheduler = scheduler_of(whole, capacity=dict.fromkeys(kinds, 3))
-    assert scheduler.decide(T0, {kinds[0]: 1, kinds[1]: 2}).on == {"one": kinds[0]}
-    assert scheduler.decide(T0, {kinds[1]: 2, kinds[2]: 1}).on == {"one": kinds[1]}
-    assert scheduler.decide(T0, {kinds[0]: 1, kinds[2]: 2}).on == {"one": kinds[0]}
+    assert kinds_of(scheduler.decide(T0, {kinds[0]: 1, kinds[1]: 2})) == {"one": kinds[0]}
+    assert kinds_of(scheduler.decide(T0, {kinds[1]: 2, kinds[2]: 1})) == {"one": kinds[1]}
+    assert kinds_of(scheduler.decide(T0, {kinds[0]: 1, kinds[2]: 2})) == {"one": kinds[0]}
     yielded = {kinds[0]: 1}
-    assert scheduler.decide(T0, {kinds[0]: 1, kinds[1]: 1}, yielded=yielded).on == {
+    assert kinds_of(scheduler.decide(T0, {kinds[0]: 1, kinds[1]: 1}, yielded=yielded)) == {
         "one": kinds[1]
     }, "rather than wait until a run has yielded it"
 

@@ -20,7 +20,7 @@ from gpuspawner.queue.models import (
 )
 from gpuspawner.queue.scheduler import Scheduler
 from tests.support.tier import examples
-from tests.unit.queue.site import DAY, HOUR, T0, Site, lease, scheduler_of, ticket
+from tests.unit.queue.site import DAY, HOUR, T0, Site, kinds_of, lease, scheduler_of, ticket
 
 KINDS = ("a", "b", "c")
 MEMBERS = ("ada", "bob", "cyd")
@@ -79,7 +79,7 @@ def test_devices_that_all_are_reserved_for_everybody_change_no_decision(
         )
 
     is_open, reserved = decide(""), decide("#lab")
-    assert reserved.on == {ticket_id: f"{kind}#lab" for ticket_id, kind in is_open.on.items()}
+    assert kinds_of(reserved) == {name: f"{kind}#lab" for name, kind in kinds_of(is_open).items()}
     assert (reserved.starts, reserved.planned) == (is_open.starts, is_open.planned)
     assert reserved.latest == is_open.latest
 
@@ -109,8 +109,8 @@ def when_together(
 def check_fits(scheduler: Scheduler, free: Mapping[str, int], decision: Decision) -> dict[str, int]:
     """Every start has its devices, of one kind that suits it. Answers what is left."""
     left = dict(free)
-    assert list(decision.on) == list(decision.starts)
-    for name, kind in decision.on.items():
+    assert list(decision.takes) == list(decision.starts)
+    for name, kind in kinds_of(decision).items():
         assert kind in scheduler.waiting[name].kinds
         left[kind] -= scheduler.waiting[name].devices
     assert min(left.values()) >= 0
@@ -126,7 +126,7 @@ def test_backfill_delays_no_planned_start_and_wastes_no_device(
     left = check_fits(scheduler, free, decision)
 
     for name, at in decision.planned.items():
-        soonest = when_together(scheduler, free, now, decision.on, scheduler.waiting[name])
+        soonest = when_together(scheduler, free, now, kinds_of(decision), scheduler.waiting[name])
         assert now < at and soonest <= at
 
     for name in scheduler.waiting.keys() - set(decision.starts):
@@ -134,7 +134,7 @@ def test_backfill_delays_no_planned_start_and_wastes_no_device(
         for kind in waiting.kinds:
             if waiting.devices > left[kind]:
                 continue
-            with_it = {**decision.on, name: kind}
+            with_it = {**kinds_of(decision), name: kind}
             delayed = [
                 other
                 for other, at in decision.planned.items()
