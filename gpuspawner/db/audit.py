@@ -26,6 +26,7 @@ from ..slurm import repository as slurm_repository
 from . import audit_log, hash_chain
 from .engine import Store, revision
 from .schema import (
+    COUNTED_PLACE,
     OPEN_LEASE,
     OPEN_PLACE,
     accounts,
@@ -271,9 +272,9 @@ def _one_lease(connection: sa.Connection) -> Iterator[str]:
 
 
 def _sharing(connection: sa.Connection) -> Iterator[str]:
-    """A device is leased whole or in slots, never both, and no member has two slots of one."""
+    """A device is leased whole or in shares, never both, and no member has two shares of one."""
     # What Slurm shares is leased as Slurm says.
-    here = OPEN_PLACE & (leases.c.engine != "slurm")
+    here = OPEN_PLACE & COUNTED_PLACE & (leases.c.engine != "slurm")
     joined = lease_places.join(leases, leases.c.id == lease_places.c.lease_id)
     uuid, sharer, slots = lease_places.c.uuid, lease_places.c.sharer, lease_places.c.slots
     used = sa.select(uuid).select_from(joined).where(here).group_by(uuid).limit(1)
@@ -283,7 +284,12 @@ def _sharing(connection: sa.Connection) -> Iterator[str]:
         yield f"Device {name} is leased whole, and other leases are on it."
     twice = used.add_columns(sharer).where(sharer.isnot(None)).group_by(sharer)
     for name, member in connection.execute(twice.having(sa.func.count() > 1)):
-        yield f"The member {member} has two slots of device {name}."
+        yield f"The member {member} has two shares of device {name}."
+    held = sa.func.sum(lease_places.c.held_slots)
+    each = sa.select(uuid, lease_places.c.lease_id).where(OPEN_PLACE)
+    each = each.group_by(uuid, lease_places.c.lease_id).limit(1)
+    for name, lease_id in connection.execute(each.having(held != sa.func.count())):
+        yield f"Lease {lease_id} has another number of slots of device {name} than it says."
 
 
 def _times(connection: sa.Connection) -> Iterator[str]:

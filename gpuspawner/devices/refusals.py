@@ -177,9 +177,10 @@ def _what_would_fit(
     advice = f"Ask for {most} at most."
     if most < len(matching):
         same = "of one model"
-        if len({reservation_of(device) for device in matching}) > 1:
+        models = len({device.model for device in matching})
+        if len({(device.model, reservation_of(device)) for device in matching}) > models:
             same += " and reserved alike"
-        if len({device.slots for device in matching}) > 1:
+        if len({(device.model, device.slots) for device in matching}) > models:
             same += " and divided into as many shares"
         return f"{has}, and those of one server are {same}: {_fleet(matching)}. {advice}"
     if len(matching) == len(existing):

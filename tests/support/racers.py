@@ -325,7 +325,9 @@ def look_after_sessions_until_killed(ready: Connection, url: str, clock: SharedC
 def slots_and_whole_devices(
     gate: Barrier, url: str, seed: int, count: int, settings: dict[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Eight members ask ``count`` times for a slot or a whole device, on as many threads as a hub.
+    """Eight members ask ``count`` times for a share, a device or two, on a hub's threads.
+
+    A share has one slot or three.
 
     The oldest lease is given back when there are three, or for somebody who got none. Returns the
     answers, and what was wrong with the devices of open leases after any of the grants.
@@ -333,9 +335,14 @@ def slots_and_whole_devices(
     services = open_services(url, **settings)
     services.monitoring.overview()
     chance = random.Random(seed)
+    requests = {
+        "slot": Request(devices=1, sharing=Sharing.SLOT),
+        "three slots": Request(devices=1, sharing=Sharing.SLOT, memory_bytes=10 * 10**9),
+        "whole": Request(devices=1),
+        "two": Request(devices=2),
+    }
     asked = [
-        (f"member{chance.randrange(8)}", chance.choice([Sharing.SLOT, Sharing.SLOT, Sharing.WHOLE]))
-        for _ in range(count)
+        (f"member{chance.randrange(8)}", chance.choice(["slot", *requests])) for _ in range(count)
     ]
     kept: deque[str] = deque()
     wrong: list[str] = []
@@ -345,9 +352,10 @@ def slots_and_whole_devices(
             services.leases.release(kept.popleft(), reason="for others")
 
     def one(number: int) -> str:
-        user, sharing = asked[number]
+        user, name = asked[number]
+        server = ServerRef(user, f"{seed}-{number}")
         try:
-            lease = acquire(services, user, server=f"{seed}-{number}", sharing=sharing)
+            lease = services.leases.grant(server, requests[name], engine="docker")
         except GPUSpawnerError as error:
             give_back()
             return f"{type(error).__name__}: {error}"
@@ -355,7 +363,7 @@ def slots_and_whole_devices(
         kept.append(lease.id)
         if len(kept) > 2:
             give_back()
-        return sharing.value
+        return name
 
     gate.wait(120)
     answers = list(services.store.executor.map(one, range(count)))

@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+import sqlalchemy as sa
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
+from gpuspawner.db.schema import OPEN_PLACE, lease_places
 from gpuspawner.devices.models import Device
 from gpuspawner.leases.models import Lease, Sharing
 from tests.support.brokers import Clock, acquire, open_services, problems
@@ -22,6 +24,7 @@ from tests.support.tier import SOAK
 
 FLEET = "simulated:3xT4,2xA100-80GB"
 """The first three can be shared."""
+T4_BYTES = 16 * 2**30
 members = st.sampled_from(("anna", "bert", "cara"))
 
 
@@ -49,12 +52,23 @@ class SlotMachine(RuleBasedStateMachine):
     def taken(self) -> dict[str, set[int]]:
         """The slots of each device that open leases hold, of whole devices all."""
         found: dict[str, set[int]] = {uuid: set() for uuid in self.slots}
-        for lease in self.open.values():
-            for device in lease.devices:
-                held = {device.slot} if device.is_shared else set(range(device.slots))
-                assert not found[device.uuid] & held, "two leases on one slot"
-                found[device.uuid] |= held
+        rows = self.services.store.run(self.rows)
+        for uuid, slot, _ in rows:
+            assert slot not in found[uuid], "two leases on one slot"
+            found[uuid].add(slot)
+        held = Counter((uuid, lease_id) for uuid, _, lease_id in rows)
+        assert held == {
+            (device.uuid, lease.id): device.held_slots
+            for lease in self.open.values()
+            for device in lease.devices
+        }
         return found
+
+    @staticmethod
+    def rows(connection: sa.Connection) -> list[tuple[str, int, str]]:
+        """UUID, slot and lease of each row."""
+        columns = lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id
+        return [(*row,) for row in connection.execute(sa.select(*columns).where(OPEN_PLACE))]
 
     @rule(slots=st.integers(1, 4))
     def slots_change(self, slots: int) -> None:
@@ -70,15 +84,27 @@ class SlotMachine(RuleBasedStateMachine):
         """A device whose last lease ended has the number of slots that is set meanwhile."""
         self.slots = {device.uuid: device.slots for device in self.look()}
 
-    @rule(user=members)
-    def slot_is_asked_for(self, user: str) -> None:
+    @rule(user=members, gigabytes=st.sampled_from((0, 0, 5, 8, 11, 14)))
+    def share_is_asked_for(self, user: str, gigabytes: int) -> None:
         taken = self.taken()
         mine = {uuid for lease in self.open.values() if lease.server.user == user
                 for uuid in lease.uuids}  # fmt: skip
-        shared = {uuid for uuid, slots in self.slots.items() if slots > 1}
-        left = {uuid for uuid in shared if len(taken[uuid]) < self.slots[uuid]}
+        # How many slots of each device come to this memory; all of them are no share.
+        needed = {
+            uuid: next(n for n in range(1, slots + 1) if T4_BYTES * n >= gigabytes * 10**9 * slots)
+            for uuid, slots in self.slots.items()
+            if slots > 1
+        }
+        shared = {uuid for uuid, slots in needed.items() if slots < self.slots[uuid]}
+        left = {u for u in shared if self.slots[u] - len(taken[u]) >= needed[u]}
         try:
-            lease = acquire(self.services, user, server=next(self.names), sharing=Sharing.SLOT)
+            lease = acquire(
+                self.services,
+                user,
+                server=next(self.names),
+                sharing=Sharing.SLOT,
+                memory_bytes=gigabytes * 10**9,
+            )
         except NoDeviceFree:
             assert shared and not left - mine
         except TooMuchAsked:
@@ -87,6 +113,7 @@ class SlotMachine(RuleBasedStateMachine):
             (device,) = lease.devices
             assert device.uuid in left - mine and device.slot not in taken[device.uuid]
             assert device.is_shared and device.slots == self.slots[device.uuid]
+            assert device.held_slots == needed[device.uuid]
             assert taken[device.uuid] or not any(taken[uuid] for uuid in left - mine)
             self.open[lease.id] = lease
 
@@ -95,9 +122,9 @@ class SlotMachine(RuleBasedStateMachine):
         taken = self.taken()
         models = {device.uuid: device.model for device in self.look()}
         empty = {uuid for uuid in taken if not taken[uuid]}
-        usable = {uuid for uuid in self.slots if count == 1 or self.slots[uuid] == 1}
-        most = max(Counter(models[uuid] for uuid in usable).values(), default=0)
-        most_empty = max(Counter(models[uuid] for uuid in usable & empty).values(), default=0)
+        most = max(Counter((models[u], self.slots[u]) for u in taken).values())
+        alike = Counter((models[uuid], self.slots[uuid]) for uuid in empty)
+        most_empty = max(alike.values(), default=0)
         try:
             lease = acquire(self.services, user, count, next(self.names))
         except NoDeviceFree:
@@ -105,7 +132,8 @@ class SlotMachine(RuleBasedStateMachine):
         except TooMuchAsked:
             assert most < count
         else:
-            assert len(set(lease.uuids)) == count and set(lease.uuids) <= usable & empty
+            assert len(set(lease.uuids)) == count and set(lease.uuids) <= empty
+            assert len({device.slots for device in lease.devices}) == 1
             assert all(device.held_slots == device.slots for device in lease.devices)
             self.open[lease.id] = lease
 
@@ -118,7 +146,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.changed_since()
 
     @invariant()
-    def each_slot_has_one_lease_and_each_member_one_slot(self) -> None:
+    def each_slot_has_one_lease_and_each_member_one_share_of_a_device(self) -> None:
         assert {lease.id for lease in self.services.leases.open_leases()} == set(self.open)
         self.taken()
         sharers = Counter(

@@ -40,8 +40,9 @@ def test_200_racing_requests_share_devices_correctly(services: Services, databas
     answers, wrong = zip(*racers.together(*racing), strict=True)
     assert list(chain(*wrong)) == []
     found = Counter(answer.partition(":")[0] for answer in chain(*answers))
-    assert found.keys() == {"slot", "whole", "NoDeviceFree"} and found.total() == 200
-    assert min(found.values()) > 5, "each of them happened"
+    assert found.keys() == {"slot", "three slots", "whole", "two", "NoDeviceFree"}
+    assert found.total() == 200
+    assert min(found.values()) > 1, "each of them happened"
     leases = services.leases.open_leases()
     assert sum(lease.device_equivalents for lease in leases) <= 4
     for lease in leases:

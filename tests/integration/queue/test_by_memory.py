@@ -120,11 +120,11 @@ def test_queue_and_direct_grant_agree(make: Make, is_slot: bool) -> None:
         open_leases.append(granted)
 
 
-def test_share_is_of_the_smallest_slot_that_fits(make: Make) -> None:
+def test_share_is_the_smallest_that_fits(make: Make) -> None:
     services = make(device_source=FLEET, shared_devices={"T4": 4, "A100-40GB": 2, "A100-80GB": 2})
     assert sizes(ask(services, "ada", request_for(30, "share"))) == [40]
-    assert sizes(ask(services, "bob", request_for(10, "share"))) == [20], "not beside Ada"
-    assert sizes(ask(services, "cyd", request_for(None, "share"))) == [20]
+    assert sizes(ask(services, "bob", request_for(10, "share"))) == [12], "three slots of the T4"
+    assert sizes(ask(services, "cyd", request_for(10, "share"))) == [20], "the T4 has 4 GB left"
     assert sizes(ask(services, "dan", request_for(2, "share"))) == [4]
 
 
@@ -152,7 +152,7 @@ def test_outlook_and_ticket_of_a_request_by_memory(make: Make) -> None:
     ("memory", "gpus", "words"),
     [
         (90, 1, "This hub has no GPU with 90 GB. The most is 80 GB: ask for less."),
-        (30, "share", "The largest share of a GPU has 4 GB: ask for less."),
+        (30, "share", "The largest share of a GPU has 12 GB: ask for less."),
         (50, 3, "of which 2 have 50 GB or more. Ask for 2 at most."),
     ],
 )

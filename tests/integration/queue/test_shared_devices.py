@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from gpuspawner.core.errors import CannotExtend, NoDeviceFree, TooMuchAsked
+from gpuspawner.leases import repository as leases_repository
 from gpuspawner.leases.models import Lease, Request, ServerRef, Sharing, Terms
 from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
-from tests.support.brokers import Clock, Make, acquire
+from tests.support.brokers import Clock, Make, acquire, broken_invariants
 
 TWO = {"device_source": "simulated:2xT4", "shared_devices": {"T4": 4}}
 """Two devices with four slots each."""
@@ -24,11 +25,12 @@ def ask(
     sharing: Sharing = Sharing.SLOT,
     devices: int = 1,
     server: str = "",
+    memory_bytes: int = 0,
     **terms: Any,
 ) -> Lease | Ticket:
-    """What a member gets who asks for a slot, or for whole devices."""
+    """What a member gets who asks for a share, or for whole devices."""
     asked = Terms(**{"wait": True, "seconds": 3600, **terms})
-    request = Request(devices=devices, sharing=sharing)
+    request = Request(devices=devices, sharing=sharing, memory_bytes=memory_bytes)
     return services.queue.ask(ServerRef(user, server), request, engine="docker", terms=asked)
 
 
@@ -118,14 +120,63 @@ def test_whole_shared_device_is_gathered(make: Make, clock: Clock) -> None:
     assert [ticket.id for ticket in services.queue.waiting()] == [slots[1].id]
 
 
+def test_several_whole_shared_devices_are_gathered(make: Make, clock: Clock) -> None:
+    services = make(device_source="simulated:3xT4", shared_devices={"T4": 2})
+    short = [leased(services, f"s{number}", seconds=1800) for number in range(2)]
+    long = [leased(services, f"l{number}", seconds=7200) for number in range(2)]
+    idle = leased(services, "ida", Sharing.WHOLE)
+    two = waits(services, "wanda", Sharing.WHOLE, devices=2)
+    services.queue.move(two.id, 1, actor="kim")
+    slot = waits(services, "sid", seconds=7200)
+    release(services, short[0], idle)
+    # The last device is free, the first one is in half an hour: nobody else gets them for longer.
+    assert turns(services) == []
+    assert services.positions.standings()[two.id].latest == short[1].ends_at
+    clock.forward(minutes=20)
+    brief = waits(services, "bea", seconds=300)
+    (started,) = start_all(services)
+    assert started.ticket_id == brief.id, "it ends before"
+    release(services, started, short[1])
+    (started,) = start_all(services)
+    assert started.ticket_id == two.id and started.device_equivalents == 2
+    assert [(device.index, device.held_slots) for device in started.devices] == [(0, 2), (2, 2)]
+    release(services, long[0])
+    (started,) = start_all(services)
+    assert started.ticket_id == slot.id and broken_invariants(services) == {}
+
+
+def test_share_of_several_slots_waits_until_they_are_free_together(make: Make) -> None:
+    services = make(**TWO)
+    small = [leased(services, f"m{number}") for number in range(8)]
+    large = waits(services, "lara", memory_bytes=10 * 10**9)
+    assert services.positions.standings()[large.id].why == (
+        "a share of a GPU with 10 GB; none is free"
+    )
+    release(services, small[0], small[4], small[6])
+    assert turns(services) == [], "one slot of a device, and two of the other"
+    release(services, small[7])
+    (started,) = start_all(services)
+    assert started.ticket_id == large.id
+    assert started.devices[0].share == Fraction(3, 4) and started.devices[0].index == 1
+    assert started.rate == 3 * small[0].rate
+    taken = services.store.run(leases_repository.taken)
+    mine = sorted(place.slot for place, lease_id in taken.items() if lease_id == started.id)
+    assert mine == [0, 2, 3], "they need not be next to each other"
+    assert broken_invariants(services) == {}
+    with pytest.raises(TooMuchAsked, match="The largest share of a GPU has 12 GB: ask for less"):
+        ask(services, "max", memory_bytes=14 * 10**9)
+
+
 def test_requests_that_the_queue_never_serves_are_refused(make: Make) -> None:
     services = make(device_source="simulated:1xA100-80GB,2xT4", shared_devices={"T4": 4})
-    refused = pytest.raises(TooMuchAsked, match="A server gets at most 1 shared GPU")
+    refused = pytest.raises(
+        TooMuchAsked, match=r"of one model: 1 A100-80GB and 2 T4\. Ask for 2 at"
+    )
     with refused:
-        ask(services, "ada", Sharing.WHOLE, devices=2)
+        ask(services, "ada", Sharing.WHOLE, devices=3)
     acquire(services, "owner", model="A100")
     with refused:
-        ask(services, "ada", Sharing.WHOLE, devices=2)
+        ask(services, "ada", Sharing.WHOLE, devices=3)
     with pytest.raises(TooMuchAsked, match="A share is of one GPU, and you asked for 2"):
         ask(services, "ada", devices=2)
     assert services.queue.waiting() == []

@@ -304,15 +304,19 @@ def test_whole_request_gets_a_reserved_device_before_an_open_one() -> None:
     }, "rather than wait until a run has yielded it"
 
 
+@pytest.mark.parametrize("asked", [Fraction(3, 4), 1, 2], ids=["three slots", "whole", "two"])
 @pytest.mark.parametrize("known", [True, False], ids=["known ends", "unknown ends"])
 @pytest.mark.parametrize("seed", range(3))
-def test_whole_request_does_not_starve_among_slots(known: bool, seed: int) -> None:
-    """More members ask for slots than there are, for as long as the whole request waits."""
+def test_large_request_does_not_starve_among_slots(
+    asked: DeviceCount, known: bool, seed: int
+) -> None:
+    """More members ask for slots than there are, for as long as the large request waits."""
     chance, kinds = random.Random(seed), [f"T4/16*4@GPU-{number}" for number in range(2)]
     capacity = dict.fromkeys(kinds, 1)
     scheduler = scheduler_of(capacity=capacity)
     site, lasts, comes, number = Site(scheduler, capacity), {"whole": HOUR}, T0, 0
-    whole = ticket("whole", 1, at=T0 + 12 * HOUR, position=1, seconds=HOUR if known else None)
+    whole = ticket("whole", at=T0 + 12 * HOUR, position=1, seconds=HOUR if known else None)
+    whole = replace(whole, devices=asked)
     while "whole" not in site.started_at:
         assert site.now < T0 + 2 * DAY, "it starves"
         site.go_to(min(comes, site.next_end or comes))
