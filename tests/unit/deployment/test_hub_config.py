@@ -393,6 +393,10 @@ def test_systemd_units_are_hardened_and_valid(name: str, tmp_path: Path) -> None
     assert unit.sections() == ["Unit", "Service", "Install"]
     service = unit["Service"]
     assert service["NoNewPrivileges"] == "yes" and service["ProtectSystem"] == "strict"
+    closes_devices = {"DeviceAllow", "DevicePolicy", "PrivateDevices", "ProtectClock"}
+    if "proxy" not in name:  # NVML needs NVIDIA's; ProtectClock closes them before systemd 253
+        assert not closes_devices & {*service}
+        assert service["CapabilityBoundingSet"] == "" and "@clock" not in text
     assert service["ExecStart"].startswith("/opt/gpuspawner/bin/")
     if systemd := shutil.which("systemd-analyze"):
         for other in UNITS:  # with programs that this machine has
