@@ -19,6 +19,7 @@ from .models import (
     CONFIG_FOLDER,
     ENVIRONMENT,
     HUB_UNIT,
+    MIG_UNIT,
     NGINX,
     PRIVATE,
     PROGRAM,
@@ -100,7 +101,7 @@ def configuration_files(
         files.append(TargetFile(f"{CONFIG_FOLDER}/{name}", _render(name, values)))
     if answers.domain:
         files.append(TargetFile(NGINX, _render("nginx.conf", values)))
-    for name in (PROXY_UNIT, HUB_UNIT):
+    for name in (PROXY_UNIT, MIG_UNIT, HUB_UNIT):
         files.append(TargetFile(f"{UNIT_FOLDER}/{name}", _render(name, values)))
     if bin_folder != str(PurePosixPath(COMMAND).parent):  # there is gpuspawner itself
         files.append(TargetFile(COMMAND, _render("gpuspawner.sh", values), PROGRAM))
@@ -129,6 +130,7 @@ def tljh_files(prefix: str, bin_folder: str, config: str) -> tuple[list[TargetFi
     drop_in = f"{UNIT_FOLDER}/jupyterhub.service.d/gpuspawner.conf"
     others = [
         TargetFile(drop_in, _render("tljh_unit.conf", values)),
+        TargetFile(f"{UNIT_FOLDER}/{MIG_UNIT}", _render(MIG_UNIT, values)),
         TargetFile(COMMAND, _render("gpuspawner.sh", values), PROGRAM),
     ]
     return edited, others
@@ -162,7 +164,8 @@ def example_files() -> dict[str, str]:
     oauth = {each.name: each.example for each in SIGN_INS["oauth"].questions}
     answers = Answers("oauth", "gpu.example.org", settings=oauth, subnet=SUBNET)
     values = _values(answers, BIN_FOLDER, example=True)
-    names = ("jupyterhub_config.py", HUB_UNIT, PROXY_UNIT, "nginx.conf", "catalog.yaml")
+    units = (HUB_UNIT, MIG_UNIT, PROXY_UNIT)
+    names = ("jupyterhub_config.py", *units, "nginx.conf", "catalog.yaml")
     found = {name: _render(name, values) for name in names}
     for sign_in in SIGN_INS.values():
         if sign_in.in_file:

@@ -22,6 +22,8 @@ STATE_FOLDER = "/var/lib/gpuspawner"
 """The hub's working directory: databases, cookie secret and the hub's id."""
 JUPYTERHUB_DATABASE = f"{STATE_FOLDER}/jupyterhub.sqlite"
 HUB_UNIT, PROXY_UNIT = "gpuspawner.service", "gpuspawner-proxy.service"
+MIG_UNIT = "gpuspawner-mig.service"
+"""Root's, which runs once before each start of the hub."""
 UNIT_FOLDER = "/etc/systemd/system"
 
 USER = "gpuspawner"

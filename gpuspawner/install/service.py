@@ -19,6 +19,7 @@ from .models import (
     DATABASE_VARIABLE,
     ENVIRONMENT,
     HUB_UNIT,
+    MIG_UNIT,
     NETWORK,
     PROXY_UNIT,
     PROXY_VARIABLE,
@@ -37,7 +38,7 @@ from .models import (
 )
 from .sign_in import SIGN_INS
 
-UNIT_PATHS = frozenset(f"{UNIT_FOLDER}/{name}" for name in (PROXY_UNIT, HUB_UNIT))
+UNIT_PATHS = frozenset(f"{UNIT_FOLDER}/{name}" for name in (PROXY_UNIT, MIG_UNIT, HUB_UNIT))
 SYSTEMD_FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin")
 """Where systemd looks for programs."""
 RECIPES = frozenset(f"{CONFIG_FOLDER}/auth/{name}.py" for name in SIGN_INS)

@@ -81,7 +81,9 @@ def apply_layout(settings: Settings, device: str, layout: str, yes: bool) -> int
 def restore_layouts(settings: Settings) -> int:
     """Make the recorded instances that are gone, such as after a restart of the machine."""
     settings.require_configuration("where the devices are")
-    found = settings.open_services().mig.restore(actor=actor(), say=note)
+    # Before its first start, the hub has no database.
+    is_new = settings.missing_database() is not None
+    found = [] if is_new else settings.open_services().mig.restore(actor=actor(), say=note)
     text = "\n".join(map(_restored, found)) or "No layouts are recorded."
     show([_plain_restored(each) for each in found], text)
     return 1 if any(each.refusal for each in found) else 0

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ..core.errors import InvalidRequest, Refused
+from ..core.text import short_text
 from ..devices.models import MIGInstance, MIGPlacement, MIGProfile, MIGState
 from .models import (
     LayoutPlan,
@@ -60,7 +61,8 @@ def parse_layout(text: str) -> tuple[str, ...]:
 
 
 def _size_then_name(profile: str) -> tuple[int, str]:
-    return -int(re.split(r"\D", profile, maxsplit=1)[0]), profile
+    digits = re.match(r"[0-9]*", profile)
+    return -int(digits[0] if digits and digits[0] else 0), profile
 
 
 def format_layout(profiles: Collection[str]) -> str:
@@ -83,6 +85,20 @@ def require_mig_mode(gpu: MIGState) -> None:
         f"on: nvidia-smi -i {gpu.index} -mig 1. An Ampere GPU such as the A100 then needs a reset: "
         f"{reset}. GPUs without MIG cannot be divided."
     )
+
+
+def require_known(record: RecordedInstance, gpu: MIGState) -> None:
+    """Raise CannotDivide if the GPU has no such profile, or not at that place.
+
+    The record may be of another driver or edited, and a command that root runs is made of it.
+    """
+    known = {(each.name, each.id, at) for each in gpu.profiles for at in each.placements}
+    if (record.profile, record.profile_id, record.placement) not in known:
+        raise CannotDivide(
+            f"GPU {gpu.index} can have no instance {short_text(record.name)} of the profile with "
+            f"the id {short_text(record.profile_id)}, as the database records it. Give it another "
+            "layout: gpuspawner mig apply."
+        )
 
 
 def is_same(record: RecordedInstance, instance: MIGInstance, boot_id: str) -> bool:

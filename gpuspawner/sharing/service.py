@@ -354,7 +354,7 @@ class MIGService:
         said = ""
         found = self._find(gpu, record)
         if found is None:
-            self._require_room(gpu, record)
+            self._require_place(gpu, record)
             record = replace(record, state=RecordState.BEGUN)
             with self._step(gpu) as connection:
                 repository.update_instance(connection, record)
@@ -374,9 +374,10 @@ class MIGService:
     def _find(self, gpu: MIGState, record: RecordedInstance) -> MIGInstance | None:
         return rules.find_instance(record, self._read(gpu.uuid), boot_id())
 
-    def _require_room(self, gpu: MIGState, record: RecordedInstance) -> None:
-        there = self._read(gpu.uuid).instances
-        if hit := [x for x in there if x.placement.overlaps(record.placement)]:
+    def _require_place(self, gpu: MIGState, record: RecordedInstance) -> None:
+        now = self._read(gpu.uuid)
+        rules.require_known(record, now)
+        if hit := [x for x in now.instances if x.placement.overlaps(record.placement)]:
             raise CannotDivide(
                 f"{record.name} was not made: an instance that gpuspawner did not make (id "
                 f"{hit[0].id}) is in its place by now. Plan the layout again."

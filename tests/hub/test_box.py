@@ -53,6 +53,9 @@ openssl req -x509 -CA {AUTHORITY} -CAkey /root/authority.key -newkey rsa:2048 -n
 DROP_IN = Path("/etc/systemd/system/gpuspawner-proxy.service.d/override.conf")
 """Where ``systemctl edit`` writes, which needs a terminal."""
 
+MIG_LOG = "journalctl --boot --unit gpuspawner-mig"
+"""What the unit said that makes MIG instances again."""
+
 MODES = {
     "/etc/gpuspawner": "755 root",
     "/etc/gpuspawner/environment": "600 root",
@@ -110,6 +113,7 @@ def test_tutorial_works_as_it_is_written(
     lines = box.run(passwords).splitlines()
     password = dict(line.split("=", 1) for line in lines)["GPUSPAWNER_MEMBER_PASSWORD"]
     assert "Nothing to change" in box.run(init)
+    assert "No layouts are recorded." in box.run(MIG_LOG)
 
     # 2. Two members on two GPUs.
     devices, credit, queue, leases, backup, restart = sections
@@ -151,6 +155,7 @@ def test_tutorial_works_as_it_is_written(
     assert seen[0] in ada.run(LIST)
     box.reboot()
     site.wait()
+    assert "No layouts are recorded." in box.run(MIG_LOG)
     ada = Visitor(site.url, "ada", password)
     ada.spawn(ONE_GPU)
     assert "GPU 0: " in ada.run(LIST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,12 @@ from gpuspawner.db.engine import Store
 from gpuspawner.db.schema import mig_instances
 from gpuspawner.devices import closures
 from gpuspawner.devices.closures import Closure
+from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.divided import NVIDIA_SMI, DividedMachine, dividable
+from tests.support.processes import wait_for
 
 UUID = dividable().uuid
+HANGS = "nvmlDeviceGetCount_v2"
 
 
 class Cli:
@@ -38,18 +42,23 @@ class Cli:
             "c.JupyterHub.spawner_class = 'gpu-local'\n"
         )
 
-    def __call__(self, *words: str, code: int = 0, answer: str = "") -> str:
-        done = subprocess.run(
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Begin a command."""
+        return subprocess.Popen(
             [sys.executable, "-m", "gpuspawner", *words, "-f", str(self.file)],
             env=self.machine.environment,
-            input=answer,
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             cwd=self.file.parent,
-            check=False,
         )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout + done.stderr if code or answer else done.stdout
+
+    def __call__(self, *words: str, code: int = 0, answer: str = "") -> str:
+        with self.start(*words) as process:
+            said, errors = process.communicate(answer)
+        assert process.returncode == code, said + errors
+        return said + errors if code or answer else said
 
     def json(self, *words: str, code: int = 0) -> Any:
         """What it prints for scripts."""
@@ -152,3 +161,70 @@ def test_devices_that_are_not_of_this_machine_are_not_divided(cli: Cli) -> None:
     cli.configure("simulated:1xA100-80GB")
     assert "The hub's devices come from simulated" in cli("mig", "plan", "0", "none", code=1)
     assert cli("mig", "restore") == "No layouts are recorded.\n"
+
+
+def test_restore_asks_no_driver_if_no_layout_was_ever_recorded(
+    cli: Cli, store: Store, tmp_path: Path
+) -> None:
+    """Nor before the hub's first start, when there is no database. A driver that hangs, or is not
+    there, cannot hold up such a hub."""
+    machine = cli.machine
+    nvml.write_fleet(machine.fleet, [dividable()], hangs=[HANGS])
+    assert cli("mig", "restore") == "No layouts are recorded.\n"
+    assert not machine.beside("opened").exists()
+    cli.file.write_text(cli.file.read_text().replace(machine.url, f"sqlite:///{tmp_path}/none"))
+    assert cli("mig", "restore") == "No layouts are recorded.\n"
+    assert not (tmp_path / "none").exists()
+
+
+def test_restore_that_a_driver_holds_up_ends_when_systemd_ends_it(cli: Cli, store: Store) -> None:
+    """Then a later one does the work."""
+    machine = cli.machine
+    cli("mig", "apply", "0", "4g.20gb", "--yes")
+    (before,) = machine.uuids()
+    with store.write() as connection:
+        connection.execute(sa.update(mig_instances).values(boot_id="the boot before"))
+    nvml.write_fleet(machine.fleet, [dividable()], hangs=[HANGS])
+    with cli.start("mig", "restore") as process:
+        wait_for(lambda: nvml.times_open(machine.fleet) == 1, "it to ask the driver")
+        assert process.poll() is None
+        process.terminate()  # as systemd does after TimeoutStartSec=
+        assert process.wait() == -signal.SIGTERM
+    assert machine.layout() == []
+    machine.has(dividable())
+    assert cli("mig", "restore") == f"{UUID}: 4g.20gb is restored.\n"
+    assert machine.layout() == [("4g.20gb", 0, 1)]
+    assert machine.uuids() != [before]
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"profile_id": "5:0 -C --list"},
+        {"profile_id": "0,5"},
+        {"profile_id": 0},
+        {"profile": "7g.40gb"},
+        {"profile": "no number"},
+        {"start": 2},
+        {"size": 8},
+        {"start": "0 -dgi"},
+    ],
+    ids=str,
+)
+def test_restore_makes_nothing_that_the_gpu_does_not_offer(
+    cli: Cli, store: Store, forged: dict[str, Any], database_url: str
+) -> None:
+    """Whoever writes to the database tells root what to make. SQLite takes any value."""
+    machine = cli.machine
+    cli("mig", "apply", "0", "4g.20gb", "--yes")
+    machine.has(dividable())
+    machine.beside("calls").unlink()
+    with store.write() as connection:
+        for name, value in {"boot_id": "the boot before", **forged}.items():
+            connection.execute(sa.text(f"UPDATE mig_instances SET {name} = :v"), {"v": value})
+    said = cli("mig", "restore", code=1)
+    assert "GPU 0 can have no instance" in said and "gpuspawner mig apply" in said
+    assert machine.calls() == [] and machine.layout() == []
+    cli("mig", "apply", "0", "none", "--yes")
+    cli("mig", "apply", "0", "4g.20gb", "--yes")
+    assert machine.layout() == [("4g.20gb", 0, 1)]

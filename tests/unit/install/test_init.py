@@ -30,6 +30,7 @@ CLIENT_SECRET = "/etc/gpuspawner/oauth_client_secret"
 RECORD = "/etc/gpuspawner/.installed.json"
 HUB_UNIT = "/etc/systemd/system/gpuspawner.service"
 PROXY_UNIT = "/etc/systemd/system/gpuspawner-proxy.service"
+MIG_UNIT = "/etc/systemd/system/gpuspawner-mig.service"
 COMMAND = "/usr/local/bin/gpuspawner"
 SECRET_VALUE = "a-secret-of-the-provider"
 
@@ -56,7 +57,7 @@ def init(root: Path, *more: str, auth: str = "shared-password", **kwargs: Any) -
 def test_fresh_machine_gets_files_user_network_and_units(root: Path, host: FakeHost) -> None:
     done = run("init", "--prefix", str(root), "--defaults", "--domain", "gpu.lab.example")
     assert done.code == 0, done.output
-    expected = {CONFIG, CATALOG, ENVIRONMENT, RECORD, HUB_UNIT, PROXY_UNIT, COMMAND}
+    expected = {CONFIG, CATALOG, ENVIRONMENT, RECORD, HUB_UNIT, PROXY_UNIT, MIG_UNIT, COMMAND}
     assert texts_below(root).keys() == {*expected, "/etc/gpuspawner/nginx.conf"}
     private = {ENVIRONMENT, RECORD}
     for path, mode in modes_below(root).items():
@@ -122,11 +123,11 @@ def test_proxy_finds_node_where_systemd_does_not_look(root: Path, host: FakeHost
 def test_image_below_a_folder_is_written_without_programs(root: Path) -> None:
     done = init(root)
     assert done.code == 0
-    assert texts_below(root).keys() >= {CONFIG, HUB_UNIT, ENVIRONMENT}
+    assert texts_below(root).keys() >= {CONFIG, HUB_UNIT, MIG_UNIT, ENVIRONMENT}
     assert "No program was run" in done.output and "Made" not in done.output
-    unit = texts_below(root)[HUB_UNIT].splitlines()
-    restore = unit.index(f"ExecStartPre=-+{BIN}/gpuspawner mig -f {CONFIG} restore")
-    assert restore < unit.index(f"ExecStart={BIN}/jupyterhub -f {CONFIG}")
+    assert f"ExecStart={BIN}/jupyterhub -f {CONFIG}" in texts_below(root)[HUB_UNIT].splitlines()
+    unit = texts_below(root)[MIG_UNIT].splitlines()
+    assert f"ExecStart={BIN}/gpuspawner mig -f {CONFIG} restore" in unit
     assert "Nothing to change" in init(root).output
 
 
@@ -993,7 +994,7 @@ def test_hub_config_is_what_the_templates_make() -> None:
     from tests.support.processes import REPO
 
     found = example_files()
-    assert len(found) == 12
+    assert len(found) == 13
     for name, text in found.items():
         assert (REPO / "hub_config" / name).read_text(encoding="utf-8") == text, name
     assert {path.stem for path in (REPO / "hub_config/auth").glob("*.py")} == {

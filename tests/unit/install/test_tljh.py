@@ -26,6 +26,7 @@ from tests.unit.install.machine import FakeHost, modes_below, run, texts_below
 FOLDER = "/opt/tljh/config/jupyterhub_config.d"
 CONFIG, CATALOG = f"{FOLDER}/gpuspawner.py", f"{FOLDER}/catalog.yaml"
 DROP_IN = "/etc/systemd/system/jupyterhub.service.d/gpuspawner.conf"
+MIG_UNIT = "/etc/systemd/system/gpuspawner-mig.service"
 COMMAND = "/usr/local/bin/gpuspawner"
 
 TLJH = """
@@ -155,7 +156,10 @@ def test_another_run_of_the_installer_keeps_what_an_admin_edited(root: Path, con
     assert {path: texts[path] for path in edited} == edited
     drop_in = texts[DROP_IN].splitlines()
     assert "PrivateDevices=no" in drop_in
-    assert f"ExecStartPre=-{COMMAND} mig restore" in drop_in
+    assert "Wants=gpuspawner-mig.service" in drop_in
+    assert {f"ExecStart={COMMAND} mig restore", "Before=jupyterhub.service"} <= {
+        *texts[MIG_UNIT].splitlines()
+    }
     assert f'-f {config} "${{@:2}}"' in texts[COMMAND]
     assert host.commands[before:] == [
         "systemctl daemon-reload",
@@ -167,5 +171,5 @@ def test_hub_is_left_alone_where_docker_does_not_answer(root: Path, config: Path
     host = FakeHost(root, failing="docker")
     with pytest.raises(Refused, match="Docker is not responding"):
         list(tljh.set_up(FileTree(root), host))
-    assert texts_below(root).keys() & {CONFIG, CATALOG, DROP_IN, COMMAND} == set()
+    assert texts_below(root).keys() & {CONFIG, CATALOG, DROP_IN, MIG_UNIT, COMMAND} == set()
     assert host.commands == []
