@@ -96,8 +96,8 @@ def require_known(record: RecordedInstance, gpu: MIGState) -> None:
     if (record.profile, record.profile_id, record.placement) not in known:
         raise CannotDivide(
             f"GPU {gpu.index} can have no instance {short_text(record.name)} of the profile with "
-            f"the id {short_text(record.profile_id)}, as the database records it. Give it another "
-            "layout: gpuspawner mig apply."
+            f"the id {short_text(record.profile_id)}, as the database records it. Give it a "
+            "layout again: gpuspawner mig apply."
         )
 
 
