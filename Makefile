@@ -11,8 +11,8 @@
 # make docs   builds the documentation into docs/_build, checks its prose, and that each page that
 #             moved since the last release has a redirect
 # make screenshots  takes the pictures of the documentation anew, from the demo (Chromium)
-# make labextension   builds images/common/lab anew from images/labextension (Node)
-# make constraints  writes constraints.txt anew, from the newest versions that setup.cfg allows
+# make labextension   rebuilds images/common/lab from images/labextension (Node)
+# make constraints  rewrites constraints.txt from the newest versions that setup.cfg allows
 # make env    the Python environment in .venv, for working on gpuspawner
 
 PY := .venv/bin/python

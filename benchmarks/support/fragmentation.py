@@ -24,11 +24,11 @@ from .openb import WHOLE, Machine, Pod
 
 POINTS = 100
 ANY = 0
-"""The number of slots of a GPU of which any part can be taken."""
+"""In place of a number of slots: a GPU without slots, of which a pod may take any fraction."""
 
 
 def needed(pod: Pod, slots: int) -> float:
-    """Return what a pod takes of each GPU with so many slots; infinite if it cannot have it."""
+    """Return how much a pod takes of a GPU with this many slots; infinite if it does not fit."""
     if pod.part == WHOLE:
         return WHOLE if pod.gpus == 1 or slots in (ANY, 1) else inf
     if slots == ANY:
@@ -142,7 +142,7 @@ class Fragments:
 
 
 Choice = tuple[float, tuple[int, ...]]
-"""How bad the best way is, infinite if there is none, and its GPUs."""
+"""A penalty (lower is better, infinite if the pod does not fit) and the GPUs that it would get."""
 NO_WAY: Choice = (inf, ())
 Score = Callable[[Node, Pod], Choice]
 

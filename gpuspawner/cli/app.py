@@ -15,8 +15,8 @@ from .command import Invocation
 
 OK, INTERRUPTED = 0, 130
 
-# The module that has a command of this name, and its help. The sentences are here instead of beside
-# the functions, so that the list of commands imports none of these modules.
+# The module of each command, and its help. The help is here and not with the functions, so that
+# listing the commands imports none of these modules.
 COMMANDS = {
     "init": ("install.commands", "Install a hub on this machine, or change how it is installed."),
     "upgrade": ("install.commands", "Upgrade the hub's database, or put it back if that fails."),

@@ -43,7 +43,7 @@ BASES = {"GPUDockerSpawner": "docker", "GPUSlurmSpawner": "slurm", "GPULocalSpaw
 
 
 NO_LOSS = {*BASES, "DockerSpawner", "LocalProcessSpawner", "SimpleLocalProcessSpawner"}
-"""Classes without definitions of an admin's own."""
+"""Classes that define nothing of the admin's own."""
 
 
 def check_spawner_class(file: str | Path, hub: HubSettings) -> Iterator[CheckFinding]:
@@ -54,7 +54,7 @@ def check_spawner_class(file: str | Path, hub: HubSettings) -> Iterator[CheckFin
         replaced.append("SystemUserSpawner")
     ours = next((name for name in BASES if name in hub.kinds), "GPUDockerSpawner")
     for name in dict.fromkeys(replaced):
-        text = f"{kind} takes the place of {name}: its own code and settings have no effect."
+        text = f"{kind} replaces {name}, whose own code and settings have no effect."
         remedy = (
             f"from gpuspawner.spawners.{BASES[ours]} import {ours}; "
             f"class GPU{name}({ours}, {name}): pass; "
@@ -79,7 +79,7 @@ def _replaced_classes(file: Path) -> list[str]:
 
 
 def _class_name(value: ast.expr) -> str:
-    """Return the class that a value of ``spawner_class`` names; empty for one without loss."""
+    """Return the class that a value of ``spawner_class`` names; empty if it may be replaced."""
     path = ast.unparse(value)
     if isinstance(value, ast.Constant):
         known = {e.name: e.value for e in entry_points(group="jupyterhub.spawners")}
@@ -177,7 +177,7 @@ def _whatever_happens(name: str, steps: Iterator[CheckFinding]) -> Iterator[Chec
     try:
         yield from steps
     except Exception as error:
-        text = f"This check broke ({type(error).__name__}: {error})."
+        text = f"This check crashed ({type(error).__name__}: {error})."
         yield CheckFinding(name, Status.FAIL, text, "Please report it: that should not happen.")
 
 
@@ -226,7 +226,7 @@ def _cluster(hub: HubSettings) -> tuple[CheckFinding, Cluster | None]:
     try:
         cluster = read_cluster(path)
     except GPUSpawnerError as error:
-        remedy = "Correct it, or write it anew with gpuspawner slurm config."
+        remedy = "Correct it, or write it again with gpuspawner slurm config."
         return CheckFinding(name, Status.FAIL, error.message, remedy), None
     devices = sum(len(node.devices) for node in cluster.nodes)
     text = f"{path}: {count(len(cluster.nodes), 'node')}, {count(devices, 'device')}"
@@ -281,7 +281,7 @@ def _devices(settings: Settings, readable: bool, is_broken: bool) -> tuple[Check
     if not any(view.state in COUNTED for view in views):
         return CheckFinding(name, Status.FAIL, text, "There is no device to lease."), inventory
     if is_broken:
-        text += "; which are leased or sick is in the database"
+        text += "; which are leased or sick is not known without the database"
         return CheckFinding(name, Status.UNCHECKED, text), inventory
     occupied = [view for view in views if view.state == "occupied"]
     remedy = " ".join(f"Device {v.device.index} is {v.detail}: end that." for v in occupied)

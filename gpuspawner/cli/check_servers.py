@@ -85,9 +85,9 @@ def check_clock(node: Node, client: docker.APIClient | None) -> CheckFinding | N
         return CheckFinding(name, Status.OK, f"It is within {MOST_APART:.0f} s of this machine's")
     text = f"Its clock is {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} this machine's"
     if abs(apart) < REFUSED:
-        text += f": at {REFUSED:.0f} s munge refuses what it says, and Slurm gives it up."
+        text += f": at {REFUSED:.0f} s munge refuses its messages, and Slurm gives up on it."
     else:
-        text += ": munge refuses what it says, and Slurm gives it no jobs."
+        text += ": munge refuses its messages, and Slurm gives it no jobs."
     remedy = (
         f"On {node.name}, and here: timedatectl. Let every machine keep its time by NTP: apt-get "
         "install systemd-timesyncd"
@@ -250,7 +250,7 @@ def _check_workspace(
         text = "Files are kept as c.DockerSpawner.volumes says: this check does not judge that."
         return CheckFinding(name, Status.UNCHECKED, text)
     if not template:
-        text = "Members' files go with their container."
+        text = "Members' files are lost with their container."
         remedy = 'Set c.GPUDockerSpawner.workspace = "gpuspawner-work-{username}".'
         return CheckFinding(name, Status.FAIL, text, remedy)
     if not template.startswith("/"):

@@ -57,12 +57,12 @@ class NodeState:
     gpus: Mapping[str, int]
     """By type."""
     shards: int
-    """Of all its GPUs."""
+    """All its GPUs together."""
     version: str
 
     @property
     def off(self) -> bool:
-        """True if it is off, to save power."""
+        """True if it is off to save power."""
         return self.state.endswith(OFF)
 
 
@@ -101,7 +101,7 @@ def check_slurm(
     clients: dict[Node, docker.APIClient] = {}
     for node in cluster.nodes:
         if (state := states.get(node.name)) and state.off:
-            text = "The node is off, to save power: what is on it was not looked at."
+            text = "The node is off to save power: nothing on it was checked."
             yield CheckFinding(f"engine {node.name}", Status.UNCHECKED, text)
             continue
         finding, client = _check_engine(node, bool(getattr(hub.spawner, "job_cgroup", "")))
@@ -182,7 +182,7 @@ def _check_accounting(slurm: Slurm, cluster: Cluster) -> CheckFinding:
         text = f"The accounting database does not know the cluster {cluster.name}."
         return CheckFinding(name, Status.FAIL, text, f"sacctmgr -i add cluster {cluster.name}")
     if lacks:
-        text = f"The controller has {lacks} messages that the accounting database did not take "
+        text = f"The controller has {lacks} messages that the accounting database has not taken "
         text += "yet: batch jobs are paid once it knows of them."
         remedy = "If sdiag says so for long, on the controller: systemctl status slurmdbd mariadb"
         return CheckFinding(name, Status.FAIL, text, remedy)
@@ -194,7 +194,7 @@ def _check_node(node: Node, seen: NodeState | None) -> CheckFinding:
     name = f"node {node.name}"
     if seen is None:
         text = "Slurm does not know this node, which is in cluster.yaml."
-        remedy = "Write both anew with gpuspawner slurm config, and copy them to every node."
+        remedy = "Write both again with gpuspawner slurm config, and copy them to every node."
         return CheckFinding(name, Status.FAIL, text, remedy)
     wanted, shards = counts(node), sum(node.slots_of(device) for device in shared_devices(node))
     what = _in_words(wanted, shards)
@@ -206,7 +206,7 @@ def _check_node(node: Node, seen: NodeState | None) -> CheckFinding:
         return CheckFinding(name, Status.FAIL, text, remedy)
     if (seen.gpus, seen.shards) != (wanted, shards):
         text = f"Slurm counts {_in_words(seen.gpus, seen.shards)}, and cluster.yaml {what}."
-        remedy = "Write both anew with gpuspawner slurm config, and restart slurmctld and slurmd."
+        remedy = "Write both again with gpuspawner slurm config, and restart slurmctld and slurmd."
         return CheckFinding(name, Status.FAIL, text, remedy)
     if seen.version and not seen.off and not is_tested(seen.version):
         text = f"Its slurmd is {seen.version}; gpuspawner is tested with {', '.join(TESTED)}."
@@ -252,7 +252,7 @@ def check_sampler(node: Node) -> CheckFinding:
     if why := trouble_of(node, utcnow()):
         remedy = f"On {node.name}: systemctl status gpuspawner-sampler"
         return CheckFinding(name, Status.FAIL, f"{node.sampler}: {why.rstrip('.')}.", remedy)
-    return CheckFinding(name, Status.OK, f"It tells at {node.sampler} what its GPUs do")
+    return CheckFinding(name, Status.OK, f"It reports at {node.sampler} what its GPUs do")
 
 
 def _unfit(info: Mapping[str, Any], nested: bool) -> tuple[str, str] | None:

@@ -15,7 +15,8 @@ from typing import Any
 import pynvml
 
 MEASURED_EVERY = 0.5
-"""The least seconds between two samples of an instance: over less, the counters say little."""
+"""The shortest time in seconds between two samples of an instance: over less, the counters say
+little."""
 
 _METRICS = (
     pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL,

@@ -1,4 +1,4 @@
-"""What part of its GPU a MIG instance is. Pure."""
+"""How large a part of its GPU a MIG instance is. Pure."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ def part_of_gpu(size: InstanceSize, gpu_slices: int, gpu_memory_bytes: int) -> D
 
 
 def names_instances(pattern: str) -> bool:
-    """Return True if a model pattern is for MIG instances only, as ``MIG`` or ``A100 1g.5gb``."""
+    """Return True if a model pattern is only for MIG instances: ``MIG``, ``A100 1g.5gb``."""
     return any(map(_PROFILE_WORD.fullmatch, model_words(pattern)))

@@ -47,7 +47,7 @@ class Device:
     pci_bus_id: str = ""
     parent_uuid: str | None = None
     part: DeviceCount = 1
-    """How much of a GPU it is: 1, or such as 1/7 for a MIG instance."""
+    """How much of a GPU it is: 1, or a fraction such as 1/7 for a MIG instance."""
     compute_mode: str = "default"
     """``default``, ``exclusive_process`` or ``prohibited``."""
     slots: int = 1
@@ -76,7 +76,7 @@ class Device:
 
     @property
     def empty(self) -> bool:
-        """True if neither processes nor memory of anybody are on it."""
+        """True if nobody has a process or memory on it."""
         return not self.held_bytes and not self.compute_processes
 
 
@@ -124,7 +124,7 @@ class MIGInstance:
     """An instance that exists on a GPU."""
 
     id: int
-    """The driver's number of it, which it gives again after the instance is destroyed."""
+    """The driver's number for it, which is reused after the instance is destroyed."""
     profile_id: int
     placement: MIGPlacement
     uuids: tuple[str, ...] = ()

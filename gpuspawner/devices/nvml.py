@@ -49,7 +49,7 @@ _ABOUT_THE_DRIVER = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
 }
-"""Errors that concern every device, whichever was queried."""
+"""Errors that affect every device, no matter which one was queried."""
 
 _SENTENCES = {
     pynvml.NVML_ERROR_UNINITIALIZED: "NVML was shut down.",
@@ -460,7 +460,8 @@ def _read_instance(base: Device, handle: Any, gpu: Device, gpu_slices: int) -> D
 def _part_of_gpu(handle: Any, instance: Device, gpu: Device, gpu_slices: int) -> DeviceCount:
     """Return how much of its GPU an instance is; from its name, if the driver does not tell.
 
-    What is in neither is as it was before. Raises QueryFailed if the device is lost.
+    If neither has it, the instance's present value is kept. Raises QueryFailed if the device is
+    lost.
     """
     attributes = _read("MIG attributes", pynvml.nvmlDeviceGetAttributes_v2, handle)
     size = size_in_name(instance.model)
@@ -595,14 +596,14 @@ WATCHED_EVERY = 5.0
 """Seconds between two lists of the processes on a watched device."""
 
 PROCESS_USE_EVERY = 0.9
-"""The least seconds between two queries what each process does: the driver's own figures of that
-are up to a second apart, and a process without a new one would seem to be idle."""
+"""The shortest time in seconds between two queries of the use by each process. The driver takes up
+to a second for new figures, and a process without one would seem to be idle."""
 
 _NO_PROCESS_WORKED = (pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_SUCCESS)
-"""What the query ends with then: pynvml raises an error even for an empty list."""
+"""The query's errors when no process worked: pynvml raises one even for an empty list."""
 
 NEARLY_FULL = 0.9
-"""The part of its memory from which a watched device's processes are listed in every sample."""
+"""If more of a watched device's memory is in use, every sample lists its processes."""
 
 MOST_EVENTS = 64
 """How many events are read at once: a sick device reports them endlessly."""
@@ -616,14 +617,14 @@ class _KeptReadings:
     condition_at: float = -math.inf
     listed_at: float = -math.inf
     processes_at: float | None = None
-    """When the processes were listed; ``listed_at`` is when it was their turn."""
+    """When the processes were last listed; ``listed_at`` is when their turn last came."""
     slow: dict[str, Any] = field(default_factory=dict)
     processes: tuple[DeviceProcess, ...] | None = None
     condition: Condition | None = None
     process_use: tuple[ProcessUse, ...] | None = None
     process_use_at: float = -math.inf
     process_use_until: int | None = None
-    """The driver's time of the newest figures of a process, in microseconds."""
+    """The driver's time of the newest figures of any process, in microseconds."""
     mig: bool = False
     watched: bool = False
     """True if NVML was asked to report its errors."""
@@ -643,7 +644,7 @@ class NVMLSampler:
         self._clock = 0.0
         self._turn = ""
         self.instances = InstanceMeter()
-        """Measures MIG instances. Only for who holds ``sampling`` of the devices."""
+        """Measures MIG instances. Hold the lock ``sampling`` of the devices while using it."""
         self.watched: frozenset[str] = frozenset()
 
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
@@ -828,7 +829,7 @@ class NVMLSampler:
 
 
 def _whole_use(handle: Any) -> InstanceUse:
-    """Return what a device did that is no MIG instance: NVML answers that for no instance."""
+    """Return the use of a whole GPU; NVML does not report this for MIG instances."""
     rates = ask_or(None, "use", pynvml.nvmlDeviceGetUtilizationRates, handle)
     if rates is None:
         return InstanceUse()
@@ -838,7 +839,7 @@ def _whole_use(handle: Any) -> InstanceUse:
 def process_use(found: Iterable[Any], since: int) -> tuple[ProcessUse, ...] | None:
     """Return the mean use by process, from NVML's samples after ``since``.
 
-    None if one of them makes no sense, as drivers report now and then.
+    None if one of them makes no sense, which happens with some drivers now and then.
     """
     by_pid: dict[int, list[Any]] = defaultdict(list)
     for each in found:

@@ -76,7 +76,7 @@ def save_devices(
 
 
 def without_lease(connection: sa.Connection, uuids: Collection[str]) -> frozenset[str]:
-    """Return those of the devices that no open lease has."""
+    """Return which of the devices no open lease has."""
     return frozenset(uuids) - {place.uuid for place in leases_repository.taken(connection)}
 
 

@@ -56,7 +56,7 @@ def _reservation(name: str, wanted: Any) -> Reservation:
         raise ConfigError(f"{SETTING}[{name!r}] is not a list of groups. Write {EXAMPLE}.")
     if not groups:
         raise ConfigError(
-            f"{SETTING}[{name!r}] names no group, so that nobody could use the device. Write "
+            f"{SETTING}[{name!r}] names no group, so nobody could use the device. Write "
             f"{EXAMPLE}; to take a device out of service, drain it."
         )
     others = keys.get("others", NEVER)
@@ -89,7 +89,7 @@ def with_reservations(
     Args:
         devices: The devices as the driver shows them.
         reserved: What an admin wants, by model or UUID. An instance is reserved as its GPU is.
-        known: Reservations that devices have whatever ``reserved`` says, by UUID.
+        known: Reservations that take precedence over ``reserved``, by UUID.
     """
     if not reserved and not any(each.groups for each in known.values()):
         return tuple(devices)

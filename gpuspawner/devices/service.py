@@ -1,10 +1,10 @@
 """Devices taken out of service: drains, quarantine, closed nodes, and the pause of all grants.
 
 The store records what is closed and why. An external scheduler is told afterwards, repeatedly until
-it answers: whichever process crashes in between, nothing closed here stays open there.
+it answers: no matter which process crashes in between, nothing closed here stays open there.
 
-A device with an unexplained process is never granted, whatever is recorded: placement sees it as
-occupied in the same snapshot that it grants from. A lasting problem becomes a quarantine, which
+A device with an unexplained process is never granted, even if it is not closed: placement sees it
+as occupied in the same snapshot that it grants from. A lasting problem becomes a quarantine, which
 also shows it in the audit log and closes the device for processes that see less of the machine.
 """
 
@@ -127,7 +127,7 @@ class LeakService:
     _leaked_since: dict[str, datetime] = field(default_factory=dict, init=False)
 
     def judge_leaks(self) -> list[Closure]:
-        """Quarantine devices that stay occupied without a lease, and lift what is over.
+        """Quarantine devices that stay occupied without a lease, and end quarantines when due.
 
         Returns the newly quarantined devices. A device that is not responding stays as it is, and
         so does one on which a server is just starting. Reads ``/proc``.
@@ -179,15 +179,15 @@ class LeakService:
             closure = closures.load(connection).get(uuid)
             if closure is not None and closure.actor == LEAK:
                 closures.reopen(connection, uuid)
-                detail = "nothing of others is on it any more"
+                detail = "it is no longer used without a lease"
                 audit_log.note(
                     connection, at=now, actor=LEAK, action="undrain", subject=uuid, detail=detail
                 )
-        self.log.info("Nothing of others is on device %s any more", uuid)
+        self.log.info("Device %s is no longer used without a lease", uuid)
 
 
 def _can_be_judged(device: Device, holders: Sequence[Lease]) -> bool:
-    """Return True if it can be known whether anything on a device is of no lease."""
+    """Return True if it can be known whether anything on a device belongs to no lease."""
     if not holders:
         return True
     is_shared = all(each.is_shared for lease in holders for each in lease.devices)
@@ -195,7 +195,7 @@ def _can_be_judged(device: Device, holders: Sequence[Lease]) -> bool:
 
 
 def foreign_use(device: Device, owners: LeasedProcesses) -> str:
-    """Describe the processes of no lease on a shared device; empty if there are none."""
+    """Describe the processes without a lease on a shared device; empty if there are none."""
     strange = [
         process
         for process in device.compute_processes

@@ -309,7 +309,7 @@ class SimulatedSampler:
         self.pids: Mapping[str, Sequence[int]] = {}
         """The leased processes of each device, by UUID. Set by code that knows the leases."""
         self.watched: frozenset[str] = frozenset()
-        """Whose processes are measured one by one; they are listed in every sample anyway."""
+        """UUIDs of devices whose samples have the use by each process; all list their processes."""
 
     def sample(self, now: datetime, monotonic: float) -> tuple[Sample, ...]:
         """Sample the fleet; see :class:`gpuspawner.devices.source.Sampler`."""

@@ -196,7 +196,7 @@ class DeviceView:
     detail: str
     """Why, in words; for a free device other useful information, usually none."""
     lease_id: str | None = None
-    """The lease on it, if there is one only."""
+    """The lease on it, if there is exactly one."""
     machine: str = ""
     """The name of its machine, if there are several."""
     leases: tuple[str | None, ...] = ()
@@ -212,7 +212,7 @@ class DeviceView:
 
     @property
     def reservation(self) -> str:
-        """Whom the device is reserved for, in words; empty if it is open to everybody."""
+        """Who the device is reserved for, in words; empty if it is open to everybody."""
         return describe_reservation(self.device)
 
     @property
@@ -238,7 +238,7 @@ class ModelCount:
     reserved: str = ""
     """Which are reserved, such as ``2 reserved for vision-lab``; empty if none is."""
     part: DeviceCount = 1
-    """How much of a GPU each is: 1, or such as 1/7 for MIG instances."""
+    """How much of a GPU each is: 1, or a fraction such as 1/7 for MIG instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ class ShareCount:
     reserved: str = ""
     """Of the devices, as in :class:`ModelCount`."""
     part: DeviceCount = 1
-    """How much of a GPU each device is: 1, or such as 1/7 for MIG instances."""
+    """How much of a GPU each device is: 1, or a fraction such as 1/7 for MIG instances."""
 
     @property
     def label(self) -> str:
@@ -290,9 +290,9 @@ class Overview:
     def usable_by(
         self, groups: Collection[str], now: datetime, *, preemptible: bool = False
     ) -> Overview:
-        """Return the same without devices that are reserved for others than these groups.
+        """Return the overview without devices that are reserved for other groups than these.
 
-        With those that are lent, if it is for ``preemptible`` runs.
+        For ``preemptible`` runs, it keeps the devices that other groups lend.
         """
         if not any(view.device.reserved_for for view in self.devices):
             return self
@@ -321,7 +321,7 @@ def device_views(
     taken: Mapping[Slot, str],
     closed: Mapping[str, Closure] | None = None,
 ) -> tuple[DeviceView, ...]:
-    """Return each device with its state; a leased one stays leased whatever NVML reports.
+    """Return each device with its state; a leased one stays leased no matter what NVML reports.
 
     ``closed`` are the closures by subject; only those of devices count here.
     """
@@ -379,7 +379,7 @@ def describe_held_memory(device: Device) -> str:
 
 
 def _closed(view: DeviceView, closure: Closure) -> DeviceView:
-    """Return the view of a closed device; one that was not leasable anyway keeps its state."""
+    """Return the view of a closed device; one that could not be leased anyway keeps its state."""
     state = "drained" if view.state == "free" else view.state
     state = "draining" if state in IN_USE else state
     drained = f"drained by {closure.actor}" + (f": {closure.reason}" if closure.reason else "")
@@ -399,8 +399,8 @@ def _closed(view: DeviceView, closure: Closure) -> DeviceView:
 def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCount, ...]:
     """Return totals by model and memory, largest first.
 
-    A model is listed while one of its devices can be leased sooner or later; counted are those in
-    service. The rate is that of a whole device.
+    A model is listed while one of its devices can be leased sooner or later, but only devices in
+    service are counted. The rate is that of a whole device.
     """
     found: dict[tuple[str, int, DeviceCount], list[DeviceView]] = {}
     for view in views:

@@ -47,19 +47,19 @@ RUN_GPUSPAWNER = (
     "import sys; sys.path = [each for each in sys.path if each]; "
     "from gpuspawner.cli.app import main; sys.exit(main())"
 )
-"""``python -m gpuspawner``, but for modules in the working directory: others may write there."""
+"""Like ``python -m gpuspawner``, but ignores the working directory, where others may write."""
 
 prefix_option = option(
     "--prefix",
     "DIR",
-    "the root folder of an image, on which no programs are run",
+    "the root folder of an image: no programs are run there",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     default=Path("/"),
 )
 
 
 @click.command()
-@flag("--defaults", "ask nothing: what is not given has its default")
+@flag("--defaults", "ask nothing, and use the default for what is not given")
 @option(
     "--domain",
     "NAME",
@@ -176,7 +176,7 @@ def _read_catalog(file: Path | None, files: FileTree) -> str | None:
         Catalog.from_text(text, CATALOG, files.path(CONFIG_FOLDER))
     except ConfigError as error:
         raise Refused(
-            f"The catalog {file} names files beside it: copy them to {CONFIG_FOLDER} first. "
+            f"The catalog {file} names files next to it: copy them to {CONFIG_FOLDER} first. "
             f"{error.message}"
         ) from None
     return text
@@ -197,7 +197,7 @@ def _settle(plan: Plan, *, asks: bool) -> Plan:
 
 def _may_replace(change: FileChange) -> bool:
     note(rules.diff_of(change))
-    question = f"{change.file.path} was edited. Replace it, and keep the edited file beside it?"
+    question = f"{change.file.path} was edited. Replace it, and keep a copy of it?"
     return click.confirm(question, default=False, err=True)
 
 
@@ -252,7 +252,7 @@ def _next_steps(plan: Plan) -> Sequence[str]:
 
 
 class UpgradeCommand(Command):
-    """Upgrades the hub that ``init`` installed, as its user, unless another one is named."""
+    """Upgrades the hub that ``init`` installed, as the hub's user, unless another hub is named."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -288,13 +288,13 @@ def upgrade_installed_hub(files: FileTree, host: Host, arguments: Sequence[str])
     if not code:
         note(
             "Now start the hub: systemctl start gpuspawner\n"
-            "What this version writes differently: gpuspawner init --diff"
+            "To see what this version writes differently: gpuspawner init --diff"
         )
     return code
 
 
 @click.command("upgrade", cls=UpgradeCommand)
-@option("--backup", "FILE", "where the backup goes (default: beside the database)", type=PATH)
+@option("--backup", "FILE", "where the backup goes (default: next to the database)", type=PATH)
 @flag("--no-containers", "start no containers in the check, and skip what needs one")
 def upgrade(settings: Settings, backup: Path | None, no_containers: bool) -> int:
     """Upgrade the database and check the hub. If one fails, the database is put back.

@@ -54,12 +54,12 @@ def _environment() -> jinja2.Environment:
 
 
 def _python_text(value: str) -> str:
-    """Return a text as Python writes it, whatever is in it."""
+    """Return a text as a Python literal."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _python_set(value: str | Iterable[str]) -> str:
-    """Return a set of texts as Python writes it, from several texts or a list with commas."""
+    """Return a Python literal of a set of texts, from several texts or one list with commas."""
     parts = words(value) if isinstance(value, str) else tuple(value)
     return "{" + ", ".join(map(_python_text, parts)) + "}" if parts else "set()"
 
@@ -86,7 +86,7 @@ def _values(answers: Answers, bin_folder: str, **more: str | bool) -> dict[str, 
 def configuration_files(
     answers: Answers, *, bin_folder: str, proxy: str, node_path: str
 ) -> list[TargetFile]:
-    """Return the files without secrets, but for the catalog.
+    """Return the files without secrets, except the catalog.
 
     Args:
         answers: What the admin chose.

@@ -124,7 +124,7 @@ class FileTree:
             ) from None
 
     def save_record(self, record: Record) -> None:
-        """Write the record, unless that is what it says already. Raises Refused."""
+        """Write the record, unless it is unchanged. Raises Refused."""
         text = json.dumps(asdict(record), indent=2, sort_keys=True) + "\n"
         if self.read(RECORD) != text:
             self.write(TargetFile(RECORD, text, PRIVATE))
@@ -155,7 +155,7 @@ def _write(path: Path, text: str, mode: int) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder that the hub's user can open, whatever the umask is."""
+    """Make a folder that the hub's user can open, regardless of the umask."""
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir()
@@ -163,7 +163,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _require_closed(folder: Path) -> None:
-    """Raise Refused if somebody else can exchange the files that we read and write as root."""
+    """Raise Refused if somebody else can replace the files that we read and write as root."""
     found = folder.stat()
     by_group = found.st_mode & 0o020 and found.st_gid not in (0, os.getegid(), STAFF)
     if found.st_uid not in (0, os.geteuid()) or by_group or found.st_mode & 0o002:

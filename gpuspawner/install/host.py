@@ -116,7 +116,7 @@ class LocalHost:
 
 
 class OfflineHost:
-    """The machine that an image will be: nobody can look at it, and nothing runs on it."""
+    """The machine that an image will become: it cannot be inspected, and nothing runs on it."""
 
     is_root = True
     runs = False

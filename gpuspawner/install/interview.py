@@ -1,4 +1,4 @@
-"""The admin's choices: from options and the environment, from an earlier time, or asked for."""
+"""The admin's choices: from options, the environment or an earlier run, or by asking."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class SignIn:
     secrets: tuple[Secret, ...] = ()
     needs_domain: bool = True
     module: str = ""
-    """A Python package that it needs beside ours."""
+    """A Python package that it needs besides ours."""
     extra: str = ""
     """The extra of gpuspawner that installs this package."""
     in_file: bool = True
@@ -154,7 +154,7 @@ class Machine:
     """Paths of the programs that were found, by name."""
     groups: frozenset[str]
     users: frozenset[str]
-    """Those of the users that matter here which exist."""
+    """Which of the users that matter here exist."""
     ports_in_use: frozenset[int]
     missing_modules: frozenset[str]
     bin_folder: str

@@ -131,7 +131,7 @@ def parse_setting(text: str) -> tuple[str, str]:
 
 
 def check_line(text: str) -> str:
-    """Return a text for one line of a file. Raises ValueError if it is none."""
+    """Return a text for one line of a file. Raises ValueError if it is not one line."""
     if not text.isprintable() or len(text) > 2000:
         raise ValueError("it is not one line of text")
     return text.strip()
@@ -297,7 +297,7 @@ def _hide_entry(entry: str, known: Mapping[str, str]) -> str:
 
 
 def ports_in_use(tables: Iterable[str], gateway: str) -> frozenset[int]:
-    """Return those of our ports that another program listens at.
+    """Return those of our ports that another program listens on.
 
     Args:
         tables: The texts of ``/proc/net/tcp`` and ``/proc/net/tcp6``.
@@ -326,7 +326,7 @@ def find_obstacles(
 ) -> Iterator[str]:
     """Yield a sentence for everything that is missing: what it is, and what to do.
 
-    ``is_first``: no unit of ours is there yet, so that nothing may listen at our ports.
+    ``is_first``: there is no unit of ours yet, so nothing may listen on our ports.
     """
     yield from _missing_engine(machine)
     yield from _missing_proxy(machine)

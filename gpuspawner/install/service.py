@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def changes_proxy_token(self) -> bool:
-        """True if hub and proxy get another token for each other."""
+        """True if the token that hub and proxy share changes."""
         both = (
             (rules.read_variables(c.before or ""), rules.read_variables(c.file.text))
             for c in self.changes
@@ -122,7 +122,7 @@ class Plan:
 
 
 def network_command(subnet: str) -> tuple[str, ...]:
-    """Return the command that makes the servers' network, on which none sees another."""
+    """Return the command that makes the servers' network, where servers cannot reach each other."""
     return (
         *(*_DOCKER, "create", "--subnet", subnet, "--gateway", rules.gateway_of(subnet)),
         *("-o", "com.docker.network.bridge.enable_icc=false", NETWORK),
@@ -164,7 +164,7 @@ def _engine(host: Host, *command: str) -> str:
 
 
 def run_as_hub(files: FileTree, host: Host, machine: Machine, program: str, *arguments: str) -> int:
-    """Run a program beside ``gpuspawner`` as the hub's unit does, and return its exit code."""
+    """Run a program from ``gpuspawner``'s folder like the hub's unit, and return its exit code."""
     variables = rules.read_variables(files.read(ENVIRONMENT) or "")
     variables["PATH"] = f"{machine.bin_folder}:/usr/local/bin:/usr/bin:/bin"
     command = (f"{machine.bin_folder}/{program}", *arguments)
@@ -235,7 +235,8 @@ class Installer:
         """
         made_network = self.record.made_network or plan.needs_network
         after = Record(plan.answers, self._hashes(plan, {}), made_network, self._restarts(plan))
-        # Until the end, both texts of a file are ours: a process that is killed has written some.
+        # Until the end, both the old and the new text of a file count as ours: a process may be
+        # killed when it has written only some files.
         during = replace(after, hashes=self._hashes(plan, self.record.hashes))
         if not plan.is_empty:
             self.files.save_record(during)
@@ -273,7 +274,7 @@ class Installer:
         return ""
 
     def _keep_edited(self, change: FileChange) -> str:
-        """Copy an edited file that is replaced beside it, and return the copy's path."""
+        """Copy an edited file, which is about to be replaced, and return the copy's path."""
         path, before = change.file.path, change.before or ""
         if change.file.keeps_edits or is_ours(self.record, path, before):
             return ""

@@ -185,7 +185,7 @@ SIGN_INS = {
         ),
     )
 }
-"""Every sign-in, by its name for ``--auth``. The first one needs nothing from anybody else."""
+"""Every sign-in, by its name for ``--auth``. The first one needs no other service."""
 
 DEFAULT = next(iter(SIGN_INS))
 EXAMPLE_DOMAIN = "hub.example"

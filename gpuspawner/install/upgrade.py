@@ -20,7 +20,7 @@ FOR_POSTGRESQL = (
     "which leaves everything as it was if it fails."
 )
 DATABASE = "database"
-"""The check that is red before an upgrade, because of what the upgrade changes."""
+"""The check that is red before each upgrade, because the database is not upgraded yet."""
 EARLIER = "To start the hub, install the earlier gpuspawner again."
 
 

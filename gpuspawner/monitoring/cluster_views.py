@@ -1,8 +1,8 @@
 """The live page of the whole cluster, and the same as JSON.
 
-Everybody sees every device: its state, since when it is leased and what it does. Who has it is
-shown to admins, to its own member and, if the site allows it, to all members. Only admins see the
-driver's error messages and the notes that admins wrote.
+Everybody sees every device: its state, how long it has been leased and its current use. Admins and
+the member who has it also see the member's name; other members do if the site allows it. Only
+admins see the driver's error messages and the notes that admins wrote.
 
 The picture is taken once for all viewers, and serialized once for each kind of viewer. A newer one
 replaces one that waits to be sent, and a viewer that never reads is disconnected.
@@ -95,7 +95,7 @@ class Tile:
 
     @property
     def since(self) -> datetime | None:
-        """Since when it is leased, by the oldest lease; None if it is not."""
+        """When the oldest of its leases began; None if it is not leased."""
         return min((it.started_at or it.granted_at for it in self.leases), default=None)
 
     @property
@@ -142,7 +142,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class OwnPlace:
-    """What a member has of a device."""
+    """A member's part of a device."""
 
     server: str
     """The name of their server; empty for the default one."""
@@ -585,7 +585,7 @@ class ClusterAPI(ClusterHandler, APIHandler):
 def device(tile: Tile, user: str, sight: ViewerScope) -> ClusterDeviceAnswer:
     """Return a device as JSON, with what this user may see.
 
-    Of a device with several leases, it names the reader's own; of others' it names none.
+    For a device with several leases, it names the reader's own and no others.
     """
     servers = [lease.server for lease in tile.leases]
     own = next((server for server in servers if server.user == user), None)

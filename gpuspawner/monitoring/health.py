@@ -36,22 +36,22 @@ XIDS = (
 )
 
 CAUSES: Mapping[str, tuple[str, str]] = {
-    "xid program": ("ignore", "a program's own mistake, as members make them every day"),
+    "xid program": ("ignore", "a program's own mistake, which happens every day"),
     "xid memory": ("drain", "its memory lost data, or has nothing to replace bad rows with"),
     "xid stuck": ("drain", "the card or its firmware hangs"),
     "xid link": ("drain", "it lost power, NVLink or the bus"),
     "xid minor": ("watch", "any other error that the driver reports"),
     "xid often": ("drain", "the third lesser error within an hour"),
-    "lost": ("drain", "it has not answered for half a minute, as when it fell off the bus"),
+    "lost": ("drain", "it has not answered for half a minute: it may have fallen off the bus"),
     "ecc": ("drain", "new memory errors that ECC could not correct"),
-    "ecc before": ("watch", "there were some since the driver was loaded, before we looked"),
+    "ecc before": ("watch", "there were some since the driver was loaded, before the first sample"),
     "remap pending": ("drain", "bad rows of its memory are replaced when it is reset"),
     "remap failed": ("drain", "it has no spare rows left: it needs to be replaced"),
     "pages pending": ("drain", "bad pages of its memory are retired when it is reset"),
     "hot": ("drain", "at 95 °C or above for a minute, until it is at 85 °C"),
     "slowed": ("watch", "its hardware has slowed it down for a minute"),
     "narrow": ("watch", "its PCIe link has had fewer lanes than it could have for a minute"),
-    "weak": ("watch", "it may take less than nine tenths of the power that it is made for"),
+    "weak": ("watch", "its power limit is below nine tenths of its default"),
 }
 """The default action of each cause, and its meaning."""
 
@@ -66,7 +66,7 @@ STEADY = timedelta(minutes=1)
 """How long a lasting symptom must last to count: a single reading proves nothing."""
 SILENT = timedelta(seconds=30)
 LONGEST_STEP = timedelta(seconds=10)
-"""The most time counted between two samples: setting the clock forward makes nothing last."""
+"""The most time counted between two samples, so that no symptom lasts because a clock was set."""
 OFTEN = timedelta(hours=1)
 TIMES = 3
 
@@ -266,7 +266,7 @@ class HealthPolicy:
     """After this many relapses within a day, it stays out until an admin returns it."""
 
     def action(self, symptom: Symptom) -> str:
-        """Return a symptom's action: that of the single error wins over that of its class."""
+        """Return a symptom's action; one for the single error takes precedence over its class's."""
         one = symptom.said.partition(":")[0].lower()
         return self.actions.get(one) or self.actions.get(symptom.cause) or CAUSES[symptom.cause][0]
 
@@ -379,5 +379,5 @@ def _with(state: HealthState, verdict: str, symptom: Symptom, now: datetime) -> 
 
 
 def _passed(since: datetime, now: datetime) -> timedelta:
-    """Return the time passed; setting the clock back makes nothing longer."""
+    """Return the time passed; zero if the clock was set back."""
     return max(timedelta(0), now - since)

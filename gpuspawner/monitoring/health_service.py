@@ -47,14 +47,14 @@ REFUND_KEY = "sick"
 """One refund of this kind per lease."""
 
 REFUND_TIME = timedelta(hours=1)
-"""Refunds cover the cost up to so long after the fault: members are told of it, and who goes on for
-longer pays again."""
+"""Refunds cover the cost up to this long after the fault: members are told of it, and those who
+continue for longer pay again."""
 
 QUIET_MINUTES = 10.0
-"""Without symptoms before a sick device is probed: a driver's reset and what follows are over."""
+"""How long a sick device must be without symptoms before its probe: a driver's reset is over."""
 
 MOST_RELAPSES = 3
-"""With so many relapses, each within a day of the one before, a device needs an admin."""
+"""After this many relapses, each within a day of the one before, only an admin returns a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +222,8 @@ class HealthService:
     def _opened_there(self, uuid: str) -> bool:
         """Reopen a device's machine at the external scheduler, if nothing else of it is closed.
 
-        Before the device is reopened here. Returns False if it was refused, because only the
-        person who closed the machine may open it. Raises Unavailable.
+        Call this before the device is reopened here. Returns False if it was refused, because only
+        the person who closed the machine may open it. Raises Unavailable.
         """
         if self.machines.delegate is None:
             return False
@@ -306,7 +306,7 @@ class HealthService:
         until = sick.fault_at + REFUND_TIME
         what = "since then" if rule == "since_fault" else "from its start"
         upto = deadline(until, now)
-        return f"What the server costs {what}, up to {upto}, comes back when it has stopped."
+        return f"The server's cost {what}, up to {upto}, is refunded when it has stopped."
 
     def _settle_one(self, connection: sa.Connection, lease_id: str) -> None:
         lease = leases_repository.get(connection, lease_id, lock=True)

@@ -2,13 +2,13 @@
 
 A server has idle credit, in seconds, and loses a second of it with every second in which its GPUs
 are idle. Work earns credit: a second at full use earns :attr:`IdlePolicy.gain` seconds, up to
-:attr:`IdlePolicy.most_minutes`. So a long run keeps its server, who worked much may take a longer
-break, and a trickle of fake work has no effect. While kernels have output, credit decreases more
-slowly but does not stand still: a printing loop is no GPU work.
+:attr:`IdlePolicy.most_minutes`. So a long run keeps its server, a member whose GPUs worked a lot
+may take a longer break, and a trickle of fake work has no effect. While kernels have output, credit
+decreases more slowly but does not stand still: a printing loop is no GPU work.
 
-At zero credit the member is warned. Working again keeps the server, snoozing gives more time, a few
-times; otherwise it is stopped when the countdown ends. Unknown is not idle: while a GPU does not
-answer, no credit is lost and nothing is stopped.
+At zero credit the member is warned. Working again keeps the server, and snoozing gives more time,
+but only a few times; otherwise it is stopped when the countdown ends. Unknown is not idle: while a
+GPU does not answer, no credit is lost and nothing is stopped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class IdlePolicy:
     most_snoozes: int = 2
     """The maximum number of snoozes before a stop."""
     gain: float = 40.0
-    """Seconds of credit for a second at full use: with 40, 2.5 % of a GPU keep the server."""
+    """Seconds of credit for a second at full use: with 40, 2.5 % of a GPU keeps the server."""
     output: float = 0.5
     """The rate at which credit decreases in a minute with kernel output, relative to 1."""
 
@@ -141,7 +141,7 @@ def credit_after(policy: IdlePolicy, credit: float, it: Activity) -> float:
 def after_gap(state: IdleState, gap: timedelta) -> IdleState:
     """Return the state after a time without samples, which extends a countdown.
 
-    The service was down, or only the clock says that time has passed: nobody could snooze then.
+    The service was down or the clock was set forward: nobody could snooze in that time.
     """
     if state.stops_at is None or gap <= LONGEST_GAP:
         return state

@@ -24,8 +24,8 @@ async def last_sample(
 ) -> AsyncIterator[None]:
     """Record what a lease's container uses until the block stops it.
 
-    The stop never fails by this, and waits only a moment. If the engine does not answer in time,
-    the samples before are all there is.
+    This never makes the stop fail, and delays it only a moment. If the engine does not answer in
+    time, the last use stays unknown.
     """
     work = partial(engine.resource_use, container_id)
     reading = in_daemon_thread("gpuspawner-last-sample", work)

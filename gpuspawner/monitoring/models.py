@@ -76,7 +76,7 @@ class Sample:
     index: int
     at: datetime
     lease_id: str = ""
-    """The lease whose own work this is, on a device that others share; empty for all of it."""
+    """The lease whose work this is, on a shared device; empty for the work of the whole device."""
     use: int | None = None
     """Percent of the last sample period in which a kernel ran.
 
@@ -101,7 +101,7 @@ class Sample:
     listed_at: float | None = None
     """When that was, in seconds of the sampler's monotonic clock; None if it is not known."""
     process_use: tuple[ProcessUse, ...] | None = None
-    """What each process did that did anything; None if unknown, or if nobody needs it."""
+    """The use by each process that worked; None if unknown, or if nobody needs it."""
     condition: Condition | None = None
     """As last read, up to a minute ago."""
     error: str = ""
@@ -142,7 +142,7 @@ class DeviceUse:
     samples: int = 0
     """How many samples were taken, one per second."""
     known: int = 0
-    """How many of them showed if the device works."""
+    """How many of them showed whether the device worked."""
     busy: int = 0
     """In how many it worked."""
     measured: int = 0

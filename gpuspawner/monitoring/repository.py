@@ -197,9 +197,9 @@ _OWN_ROWS = (device_use.c.uuid == lease_places.c.uuid) & (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseUtilization:
-    """What a lease's GPUs did between two times. All in seconds of one GPU.
+    """The use of a lease's GPUs between two times, in seconds of one GPU.
 
-    Of a slot of a shared GPU, only what its own programs did is measured.
+    On a slot of a shared GPU, only the work of the lease's own programs is measured.
     """
 
     lease_id: str
@@ -207,22 +207,22 @@ class LeaseUtilization:
     group: str
     model: str
     devices: int
-    """How many it has, whole or a part of them."""
+    """How many GPUs it has, whole or in part."""
     since: datetime
     until: datetime | None
     """None while it is open."""
     held: float
-    """A quarter of the time with one of four slots, a seventh of it with a 1g MIG instance."""
+    """Its time: a quarter of it with one of four slots, a seventh of it with a 1g MIG instance."""
     part: float = 1.0
-    """How much of a GPU each of its devices is; all three times count in GPUs."""
+    """How much of a GPU each of its devices is; ``held``, ``measured`` and ``busy`` include it."""
     measured: float = 0.0
-    """For how much of that it is known if they worked."""
+    """The part of ``held`` for which it is known whether they worked."""
     busy: float = 0.0
-    """For how long they worked."""
+    """The part of ``measured`` in which they worked."""
 
     @property
     def rested(self) -> float:
-        """For how long they are known to have been idle."""
+        """The part of ``measured`` in which they were idle."""
         return max(0.0, self.measured - self.busy)
 
 
@@ -390,7 +390,7 @@ _WHOLE = sa.select(
 
 
 class JobUse(NamedTuple):
-    """What all jobs of one kind used, ever."""
+    """The total use of all jobs of one kind."""
 
     seconds: float
     """GPU-seconds."""
@@ -400,7 +400,7 @@ class JobUse(NamedTuple):
 def job_use_between(
     connection: sa.Connection, bounds: Sequence[datetime], by: str, name: str | None = None
 ) -> list[dict[str, LeaseUse]]:
-    """Return what was used between each two of the times, by a field of Kind.
+    """Return what was used between each time and the next, by a field of Kind.
 
     With ``name``, only what has this value. Running jobs count as far as they were charged.
     """

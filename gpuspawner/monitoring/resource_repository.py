@@ -103,9 +103,9 @@ _MEMORY = (
 def sums_between(
     connection: sa.Connection, bounds: Sequence[datetime], by: str
 ) -> list[dict[str, ResourceSum]]:
-    """Return what the leases that started between each two of the times used, by a field of Kind.
+    """Return what leases used that started between each time and the next, by a field of Kind.
 
-    All that a lease used counts for the period in which it started.
+    A lease's whole use counts in the period in which it started.
     """
     name = _MODEL if by == "model" else leases.c[by]
     query = (

@@ -35,10 +35,10 @@ QUIET = timedelta(minutes=5)
 """The shortest time between two notices about the memory of one server."""
 
 RECENT = timedelta(minutes=5)
-"""Members are told of a server that ended by it only this long after its end."""
+"""How long after its end a member is still told that a server ran out of memory."""
 
 NEARLY = 0.9
-"""The share of the limit from which the measured figure explains what happened."""
+"""A measured figure explains a kill if it is at least this share of the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class ResourceService:
     def record(self, samples: Collection[ContainerSample]) -> None:
         """Add samples to the totals of their leases. Raises StoreUnavailable, and adds none then.
 
-        A lease that has ended meanwhile gets its last sample too. The order does not matter: what
-        the engine read before the last sample is in that already.
+        A lease that has ended meanwhile gets its last sample too. The order does not matter: the
+        last sample includes whatever the engine read before it.
         """
         now = self.clock()
         with self.store.write() as connection:
@@ -85,10 +85,10 @@ class ResourceService:
         return self.store.run(resource_repository.memory_in_use)
 
     def sums_between(self, bounds: Sequence[datetime], by: str) -> list[dict[str, ResourceSum]]:
-        """Return what the leases that started between each two of the times used.
+        """Return what leases used that started between each time and the next.
 
-        By a field of Kind, such as ``user``. All that a lease used counts for the period in which
-        it started.
+        By a field of Kind, such as ``user``. A lease's whole use counts in the period in which it
+        started.
         """
         return self.store.run(lambda c: resource_repository.sums_between(c, bounds, by))
 
@@ -104,7 +104,8 @@ class ResourceService:
 
         Kills that were counted before change nothing. The member is told at most once in
         :data:`QUIET`. ``used_bytes``: the most that the container used; ``limit_bytes``: what it
-        may use. Both are None if the engine does not report them; then those of samples count.
+        may use. Both are None if the engine does not report them; then the figures of samples
+        count.
         """
         now = self.clock()
         with self.store.write() as connection:

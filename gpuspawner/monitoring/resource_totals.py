@@ -18,10 +18,11 @@ COUNTERS = (
 """The figures that are counters in the engine's answers, and sums here."""
 
 SHORTEST_RESTART = timedelta(seconds=1)
-"""Counters that are smaller this soon after a sample were read before it: no container restarts so
-fast."""
+"""Counters that are smaller this soon after a sample were read before it, because no container
+restarts so fast."""
 LATEST_ANSWER = timedelta(minutes=5)
-"""No answer is later than this. What seems older was read after the engine's clock was set back."""
+"""No answer is later than this. A sample that seems older than that was read after the engine's
+clock was set back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +117,9 @@ def add_sample(
 ) -> ResourceRecord:
     """Add a sample of a lease's container, which was read at ``at``.
 
-    Its counters begin anew in another container, and when it was restarted: its CPU time is then
-    smaller than before. Otherwise a smaller counter lost a disk or a network, and adds nothing.
-    Nor does a sample that was read before the last one and comes later.
+    Its counters start again from zero in another container and after a restart, which shows in a
+    smaller CPU time. Otherwise, a counter is smaller because it lost a disk or a network, and adds
+    nothing. A sample that was read before the last one but comes later adds nothing either.
     """
     last, totals = before.last, before.totals
     if _is_late(before, container_id, use, at):

@@ -153,7 +153,7 @@ class MonitoringService:
 LONGEST_LOOK_BACK = timedelta(hours=12)
 """Older unjudged minutes are ignored: the service was down for that long."""
 OUTPUT_COUNTS = timedelta(minutes=1)
-"""Output counts for a minute if it came up to this long after it, or later.
+"""Output counts for a minute if it came in that minute, later, or up to this long before it.
 
 The Hub learns of it with a delay.
 """
@@ -228,8 +228,8 @@ class GPUMonitoring(LoggingConfigurable):
         min=0.0,
         config=True,
         help="""
-        Seconds between two samples of what each GPU does. 0: no samples are taken, and whatever
-        needs them (use, idle GPUs, sick GPUs) does not work. Example::
+        Seconds between two samples of each GPU. 0: no samples are taken, and everything that needs
+        them (use, idle GPUs, sick GPUs) does not work. Example::
 
             c.GPUMonitoring.sample_seconds = 2
         """,

@@ -54,7 +54,7 @@ def require_own(
 ) -> None:
     """Raise HTTPError 404 unless the user is the owner, or with ``or_admin`` an admin.
 
-    It says ``unknown``, so that the existence of what others own is not revealed.
+    The error is ``unknown``, so that nobody learns whether others have such a thing.
     """
     if owner != handler.user and not (or_admin and handler.admin):
         raise web.HTTPError(404) from unknown

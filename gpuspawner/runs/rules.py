@@ -105,7 +105,7 @@ def slug_of(title: str) -> str:
 
 
 def new_folder(title: str, now: datetime) -> str:
-    """Return how the folder of a run begins that is submitted now."""
+    """Return the beginning of the folder name of a run that is submitted now."""
     return f"runs/{now:%Y-%m-%d-%H%M%S}-{slug_of(title)}"
 
 

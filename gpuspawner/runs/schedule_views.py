@@ -29,7 +29,8 @@ from .schemas import RunAnswer
 from .views import RunForm, hub_of
 
 OF_ONE_START = "shown_at"
-"""The option that says when a member saw the prices. A run has those of its own time."""
+"""The option with the time when a member saw the prices. Each run has the prices of its own
+time."""
 
 
 class SchedulesAPI(ChangingAPI):

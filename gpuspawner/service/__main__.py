@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    # Imported modules stay for ever. To search them for garbage delays the start by a tenth, and
-    # later everybody who watches a page.
+    # Imported modules are never freed. Searching them for garbage would make the start a tenth
+    # slower and, later, delay everybody who opens a page.
     gc.disable()
     from .app import main
 

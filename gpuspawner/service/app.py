@@ -258,8 +258,8 @@ class Accounting(ImagePrefetcher, GPUSampler, Application):
             web_app.read_cookie_secret, tick.services.settings.database.url, tick.log
         )
         app = web_app.make_app(context, secret)
-        # JupyterHub gives certificates to every service with ``internal_ssl``, but waits over plain
-        # HTTP for one with such an address.
+        # With ``internal_ssl``, JupyterHub gives every service certificates, but checks a service
+        # with an http address over plain HTTP.
         is_https = address.scheme == "https"
         server = web_app.make_server(app, self._ssl(ssl.Purpose.CLIENT_AUTH) if is_https else None)
         while True:

@@ -54,15 +54,15 @@ if TYPE_CHECKING:
 KEPT_SECONDS = 300
 """How many samples of each device are kept in memory."""
 MOST_MINUTES = 20_000
-"""Complete minutes that wait for a missing store, a day and a half of eight devices."""
+"""How many complete minutes wait for an unavailable store: a day and a half of eight devices."""
 AGAIN_SECONDS = 60.0
-"""How often it is tried again after nothing could be seen."""
+"""Seconds until the next attempt after the devices could not be seen."""
 
 Clock = Callable[[], datetime]
 
 
 class Sampling:
-    """The thread, and what it has collected. All methods are for other threads."""
+    """The sampling thread, and what it has collected. Call all methods from other threads."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class Sampling:
         monotonic: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """Each sample is taken at a random moment of its interval: ``chance()`` (0 to 1) into it.
+        """Each sample is taken at a random moment of its interval, from ``chance()`` (0 to 1).
 
-        A driver's utilization covers only the last fifth of a second, so samples at even distances
+        A driver's utilization covers only the last fifth of a second, so evenly spaced samples
         could keep in step with a program that computes once a second, and always find it idle.
         """
         self._sampler = sampler
@@ -85,7 +85,7 @@ class Sampling:
         self._log = log
         self.seconds = seconds
         self.silent_after = 10 * max(1.0, seconds)
-        """Seconds without an answer after which that is reported."""
+        """After this many seconds without an answer, the driver is reported as not responding."""
         self.owners: ProcessOwners | None = None
         """Owners of the processes on devices; set by code that knows the open leases."""
         self.meter = LeaseMeter()
@@ -185,7 +185,7 @@ class Sampling:
         return True
 
     def _is_strange(self, process: DeviceProcess) -> bool:
-        """Return True if it belongs to no lease; reads ``/proc`` once per set of open leases."""
+        """Return True if a process has no lease; reads ``/proc`` once per set of open leases."""
         if isinstance(process, RemoteProcess):
             return process.strange
         if (owners := self.owners) is None:
@@ -202,7 +202,7 @@ ENGINE_SECONDS = 60.0
 """Seconds that the engine may take to answer a query."""
 
 LEAKS_EVERY = 6
-"""After this many rounds, occupied devices without a lease are searched, which lists processes."""
+"""Rounds between two searches for devices occupied without a lease, which list processes."""
 
 ONCE_MORE = 15.0
 """Seconds until a new probe, if the result could not be stored or passed on."""
@@ -383,7 +383,7 @@ KEEP_MINUTES = timedelta(days=14)
 KEEP_HOURS = timedelta(days=400)
 """How long use is kept by the hour: a year and the month to compare it with."""
 CONTAINERS_SECONDS = 45.0
-"""Seconds between two checks whether containers reach their GPUs, each a process in a container."""
+"""Seconds between two checks that containers reach their GPUs; each starts a process in them."""
 
 
 PROCESSES_SECONDS = 60.0
@@ -404,7 +404,7 @@ class GPUSampler:
         return self.samples.recent() if self.samples else {}
 
     def recent_lease_samples(self) -> dict[LeaseOnDevice, list[Sample]]:
-        """Return the same of each lease on a device that others may share."""
+        """Return the newest samples of each lease on a shared device, oldest first."""
         return self.samples.recent_of_leases() if self.samples else {}
 
     async def watch_devices(

@@ -1,11 +1,11 @@
 """The duties for disks: measure containers, so that none fills the engine's disk, and workspaces.
 
-Servers that wrote too much are stopped before the disk is full. Only the engine can tell a
-container's size, and visits every file in it. So that is rarely asked, unless the disk's free space
+Servers that wrote too much are stopped before the disk is full. Only the engine knows a container's
+size, and it visits every file to find out. So it is asked rarely, unless the disk's free space
 decreases: no server can have written more than that.
 
-Workspaces are measured for the page that lists them. That visits every file too, so one directory
-is measured after the other, with pauses, and never while somebody waits for a page.
+Workspaces are measured for the page that lists them. That visits every file too, so directories are
+measured one at a time, with pauses, and never while somebody waits for a page.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SELDOM_SECONDS = 60.0
 BLIND_SECONDS = 15.0
 """Seconds between two measurements if the free space is unknown."""
 STEP = 0.05
-"""By which share of the smallest limit free space may decrease before all is measured again."""
+"""Everything is measured again when free space falls by this share of the smallest limit."""
 MOST_BUSY = 5.0
 """The pause after a measurement, in multiples of its duration."""
 PATIENCE_SECONDS = 120.0
@@ -78,7 +78,7 @@ def is_due(last: DiskMeasurement | None, now: float, free_bytes: int | None) -> 
 
 
 class DiskDuty(TickDuty):
-    """Checks the disk of each engine; one that is not responding delays no other one's servers."""
+    """Checks the disk of each engine; one that is not responding does not delay the others."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Disk:
             del self._measuring[name]
         sizes = {name: task.result() for name, task in done.items()}
         self._say(found, {leases[name]: sizes[name] for name in sizes if name in leases})
-        # Without any container, nobody knows how fast one may grow.
+        # Without a container, there is no limit for a step: the next round measures again.
         step = STEP * min((x.limit_bytes for x in here), default=0)
         ended = time.monotonic()
         self._last = DiskMeasurement(ended, ended - began, free, step) if here else None
@@ -217,7 +217,7 @@ SCRATCH_SECONDS = 60.0
 class ScratchDuty(TickDuty):
     """Deletes the scratch volumes that are left if a process was killed during a stop.
 
-    An engine is asked while it has leases, and until it answered once after the last one.
+    Each engine is asked while it has leases, and after the last one until it has answered once.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class WorkspaceDuty(TickDuty):
         super().__init__(tick)
         self.engine = engine
         self._under_way = set[str]()
-        """What is measured, also by threads that nobody waits for any more."""
+        """Workspaces that are being measured, including by threads that ran out of time."""
 
     async def round(self) -> None:
         """Measure what is due."""

@@ -95,7 +95,7 @@ class CreditDuty(TickDuty):
 
 
 class Members(TickDuty):
-    """Ends memberships, and what former members still have."""
+    """Ends memberships, and stops what former members still run."""
 
     async def round(self) -> None:
         """Expire memberships and stop the servers of former members."""
@@ -108,7 +108,7 @@ class Members(TickDuty):
 
 
 class FolderOwnerDuty(TickDuty):
-    """Takes shared folders from members who were removed while no server of theirs started."""
+    """Removes members from shared folders when the Hub no longer has them."""
 
     async def round(self) -> None:
         """Check all of them once. Raises Unavailable if the Hub is not responding."""
@@ -182,7 +182,7 @@ class GPUSessions(LoggingConfigurable):
 
 @dataclass(slots=True)
 class Stop:
-    """One order, as far as this process carried it out."""
+    """How far this process has carried out one order to stop a server."""
 
     task: asyncio.Task[None] | None = None
     tries: int = 0
@@ -277,10 +277,10 @@ class SessionDuty(TickDuty):
 MEMBER_GONE = "the member was removed at the Hub"
 
 FORMER_MEMBERS_SECONDS = 60.0
-"""Seconds between two checks for runs of members whom the Hub lacks."""
+"""Seconds between two checks for runs whose member the Hub does not have."""
 
 MEMBER_GONE_SECONDS = 600.0
-"""Seconds until the runs of a member whom the Hub lacks are stopped; a rename takes time."""
+"""Seconds until the runs of a member missing at the Hub are stopped; a rename takes time."""
 
 
 class RunDuty(TickDuty):
@@ -291,9 +291,9 @@ class RunDuty(TickDuty):
         self._missing: dict[str, float] = {}
         """Since when the Hub does not have a member, by the event loop's clock."""
         self._due: set[tuple[str, str]] = set()
-        """The leases of runs that end soon, without their programs knowing it, and the signals."""
+        """Leases of runs that end soon, each with the signal that tells its program."""
         self._warned: set[tuple[str, str]] = set()
-        """Those of them that this process has sent."""
+        """The signals that this process has already sent, with their leases."""
 
     async def end_gone(self) -> None:
         """Stop the runs of members who were removed at the Hub. Raises Unavailable."""
@@ -343,8 +343,9 @@ class RunDuty(TickDuty):
         """Stop and settle runs on an engine; ``ended`` are leases of runs that have ended."""
         found = await asyncio.to_thread(self.tick.engines[engine].sightings)
         by_lease = {sighting.lease_id: sighting for sighting in found}
-        # One without a sighting is on its way; or its container was removed by somebody, which a
-        # comparison settles. All at once: a program may take ten seconds to stop.
+        # A run without a sighting is still starting, or somebody removed its container, which
+        # reconciliation settles. Runs are handled at the same time: a program may take ten seconds
+        # to stop.
         todo = [(lease, by_lease[lease.id]) for lease in leases if lease.id in by_lease]
         await asyncio.gather(*(self._see_to_one(engine, *each, ended) for each in todo))
 
@@ -386,7 +387,7 @@ class RunDuty(TickDuty):
         return last_sample(self.services, runs_on, lease.id, sighting.ref)
 
     async def _note_memory(self, engine: str, lease: Lease, sighting: Sighting) -> None:
-        """Record that the system ended a program of a run, before its end is told."""
+        """Record that the system ended a program of a run, before the run's end is reported."""
         runs_on, limit = self.tick.engines[engine], None
         if isinstance(runs_on, EngineWithLimits):
             limit = await asyncio.to_thread(runs_on.memory_limit, sighting.ref)
@@ -398,13 +399,13 @@ class RunDuty(TickDuty):
         runs_on = self.tick.engines[engine]
         if isinstance(runs_on, EngineWithSignals):
             await asyncio.to_thread(runs_on.signal, sighting.ref, name)
-            self.log.info("%s was told by %s that it ends soon", lease.server, name)
+            self.log.info("%s was warned by %s that it ends soon", lease.server, name)
         self._warned.add((lease.id, name))
 
     async def _release(self, lease: Lease, sighting: Sighting) -> None:
         """Settle the lease of a run whose container is proven to have ended."""
         if lease.state is LeaseState.GRANTED and sighting.started_at:
-            # It ended before the hub saw it run, such as while that was down: its time counts.
+            # It ended before the hub saw it run, perhaps while the hub was down: its time counts.
             confirm = partial(self.services.leases.confirm, started_at=sighting.started_at)
             await self.services.run(confirm, lease.id, sighting.ref)
         await self.services.run(
@@ -417,9 +418,9 @@ class RunDuty(TickDuty):
 
 
 def _signal(lease: Lease, end: SessionEnd | None, now: datetime) -> str:
-    """Return the signal by which a run is told that it ends within two minutes; empty if not.
+    """Return the signal that warns a run of its end within two minutes; empty if none is due.
 
-    Of its time limit the program in its container tells it.
+    The time limit is not among these ends: the program in its container warns of that.
     """
     if lease.outcome:
         return ""
@@ -432,12 +433,12 @@ def _signal(lease: Lease, end: SessionEnd | None, now: datetime) -> str:
 
 
 CLUSTER_SECONDS = 60.0
-"""Seconds between two looks at a cluster's members and batch jobs: soon enough for people, and asks
-little of Slurm. What jobs cost does not depend on it."""
+"""Seconds between two looks at a cluster's members and batch jobs: often enough for people, with
+little load on Slurm. The cost of jobs does not depend on it."""
 AUDIT_EVERY = timedelta(days=1)
 TELL_EVERY = timedelta(days=1)
 SETTLED = timedelta(minutes=10)
-"""After this time both sides know the end of a session."""
+"""How long after the end of a session both Slurm and the store know of it."""
 
 
 def cluster_rounds(tick: Tick) -> list[Round]:
@@ -485,7 +486,7 @@ class ClusterDuty(TickDuty):
         await self._tell_late()
 
     async def _tell_late(self) -> None:
-        """Report once a day that Slurm's database lags behind: a single message is missed."""
+        """Report every day that Slurm's database lags behind: a single message is easily missed."""
         since = await self.services.run(self.services.job_billing.unread_since)
         now = self.services.clock()
         if since and (self._told_late is None or now - self._told_late >= TELL_EVERY):
@@ -507,4 +508,4 @@ class ClusterDuty(TickDuty):
         count, found = await asyncio.to_thread(services.cluster_audit.audit_cluster, since, until)
         await services.run(services.cluster_audit.note_audit, found, until, actor=ACTOR_ACCOUNTING)
         said = f"{len(found)} differ" if found else "all agree"
-        self.log.info("Sessions held against Slurm's jobs: %d, %s", count, said)
+        self.log.info("Sessions compared with Slurm's jobs: %d, %s", count, said)

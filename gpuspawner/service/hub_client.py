@@ -25,7 +25,7 @@ TIMEOUT = 30.0
 """Seconds. Stopping a server answers after the Hub's ``slow_stop_timeout``, which is 10."""
 
 REGISTRY_TIMEOUT = 70.0
-"""Seconds. The Hub itself gives a registry 30, and reads the catalog's file."""
+"""Seconds. The Hub itself waits up to 30 for a registry, and also reads the catalog's file."""
 
 TAKEN_UP = 3.0
 """Seconds to wait for a start: the Hub continues it even if nobody listens any more."""
@@ -43,7 +43,7 @@ class StartAnswer(Enum):
 
 
 class HubClient:
-    """The Hub, by a service's token. Raises Unavailable if its answer is missing or unexpected."""
+    """The Hub's API for a service. Raises Unavailable if an answer is missing or unexpected."""
 
     def __init__(self, api_url: str, token: str, ssl_context: ssl.SSLContext | None = None) -> None:
         self.api_url = api_url.rstrip("/")
@@ -106,7 +106,7 @@ class HubClient:
         return await self._ask_if_known("DELETE", _path_of(server)) is not None
 
     async def starting_runs(self) -> frozenset[ServerRef]:
-        """Have the Hub see to the runs that wait, and return those that it is about to start.
+        """Have the Hub handle the waiting runs, and return those that it is about to start.
 
         Raises Unavailable.
         """

@@ -28,7 +28,7 @@ from ..services import Services
 log = logging.getLogger(__name__)
 
 STALE = timedelta(minutes=10)
-"""A judgement of an earlier time than this does not count any more."""
+"""A judgement older than this no longer counts."""
 
 
 async def cull_arbiter(
@@ -36,8 +36,8 @@ async def cull_arbiter(
 ) -> bool:
     """Return True to stop a server: it was inactive for too long, and its GPUs are idle as well.
 
-    So training continues with the tab closed, whatever the culler sees of it. If the store does not
-    answer, or a GPU's use is unknown, nothing is stopped.
+    So training continues with the tab closed, even if the culler sees no activity. If the store
+    does not answer, or a GPU's use is unknown, nothing is stopped.
     """
     if inactive is None or inactive.total_seconds() < inactive_limit:
         return False
@@ -63,7 +63,7 @@ def _are_gpus_idle(lease: Lease, watched: WatchedLease | None, now: datetime) ->
 
 
 def server_of(server: Mapping[str, Any]) -> ServerRef | None:
-    """Return the server of a Hub model, whose member is only in its URL; None if invalid."""
+    """Return the server of a Hub model, where only the URL names the member; None if invalid."""
     name = str(server.get("name") or "")
     ending = f"{re.escape(quote(name, safe=_SAFE))}/" if name else ""
     found = re.search(rf"/user/([^/]+)/{ending}$", str(server.get("url") or ""))

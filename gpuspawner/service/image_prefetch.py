@@ -200,6 +200,6 @@ class PullAhead:
 
 
 def _pulls(environment: Environment) -> bool:
-    """Return True if its servers pull their image at all."""
+    """Return True if the servers of this environment may pull their image."""
     policy = str(environment.spawner_override.get("pull_policy", ""))
     return policy.lower() not in ("never", "skip")

@@ -1,4 +1,4 @@
-"""What each lease does on a device that others share, from the figures of its processes."""
+"""The use of a shared device by each of its leases, from the figures of their processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ..leases.models import Lease
 from ..monitoring.models import Sample
 
 WORKS = 5
-"""Percent of use from which a process must have worked on a device."""
+"""If a device's use is at least this many percent, one of its processes must have worked."""
 
 CONTRADICTED = 10
-"""After this many samples in a row of a working device on which no process works, the figures of
-its processes are not believed: a device's and its processes' figures are of different moments."""
+"""After more than this many samples in a row in which a device works but none of its processes
+does, the processes' figures are not believed. Fewer prove nothing: the two kinds of figures are
+from different moments."""
 
 
 LeaseOnDevice = tuple[str, str]
@@ -25,7 +26,7 @@ LeaseOnDevice = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Holders:
-    """The open leases, as last told."""
+    """The open leases that were last passed to :meth:`LeaseMeter.follow`."""
 
     owners: ProcessOwners = field(default_factory=ProcessOwners)
     shared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -35,9 +36,9 @@ class _Holders:
 class LeaseMeter:
     """Makes samples of leases from samples of shared devices.
 
-    A lease that is alone on its device does all that the device does. What is not known of a lease
-    stays unknown: the figures failed, or a process that worked is gone before it was known whose it
-    was. For one thread, except :meth:`follow`.
+    A lease that is alone on its device has all of the device's use. A lease's use is unknown if the
+    figures failed, or if a process that worked ended before its lease was known. Use this from one
+    thread only, except :meth:`follow`.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class LeaseMeter:
 
     @property
     def keys(self) -> set[LeaseOnDevice]:
-        """What there are samples of."""
+        """Each lease on each shared device, of which there are samples."""
         shared = self._holders.shared
         return {(uuid, lease_id) for uuid, ids in shared.items() for lease_id in ids}
 
@@ -107,7 +108,7 @@ class LeaseMeter:
     def _worked(self, sample: Sample, owners: ProcessOwners) -> Counter[str | None] | None:
         """Return the use in percent by lease; None if it is not known.
 
-        "" stands for processes of no lease, and None for those that were gone too soon.
+        "" stands for processes without a lease, and None for those that ended before it was known.
         """
         if sample.process_use is None:
             return None
@@ -130,7 +131,7 @@ class LeaseMeter:
         return self._last_owner[pid]
 
     def _forget(self, samples: Sequence[Sample]) -> None:
-        """Forget processes that are on no list any more: another one may get their id."""
+        """Forget processes that are no longer listed: another one may get their id."""
         listed = {process.pid for sample in samples for process in sample.processes or ()}
         worked = {each.pid for sample in samples for each in sample.process_use or ()}
         for pid in self._last_owner.keys() - listed - worked:

@@ -18,12 +18,12 @@ HERE = "this machine"
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Some engines, each with containers of its own."""
+    """Some of the engines, each with its own containers."""
 
     engines: Mapping[str, DockerEngine]
     """By the machine's name."""
     machine_of: Callable[[Lease], str]
-    """Returns the machine of a lease's container; empty if it is none of these."""
+    """Returns the name of the machine with a lease's container; empty if it is not one of these."""
 
 
 def machines_with_engines(services: Services, patience_seconds: float) -> list[Machines]:

@@ -34,7 +34,7 @@ Recent = Callable[[], Mapping[str, Sequence[Sample]]]
 
 
 class MemoryGuard(TickDuty):
-    """Looks at the devices on which several leases have a slot.
+    """Watches the memory of devices on which several leases have a slot.
 
     Processes on other machines, and those whose lease or memory is unknown, are left alone.
     """
@@ -51,7 +51,7 @@ class MemoryGuard(TickDuty):
         self._signalled: dict[str, set[str]] = {}
         """Processes that got a first signal, by device: their ids and when they started."""
         self._unrecorded: list[tuple[Lease, Excess]] = []
-        """Processes that got it, which is not recorded yet."""
+        """Processes that got a first signal which is not recorded yet."""
 
     def follow(self, leases: Collection[Lease]) -> None:
         """Note the open leases; the processes on devices with several of them are then watched."""
@@ -77,7 +77,7 @@ class MemoryGuard(TickDuty):
 
     async def _judge(self, uuid: str, leases: Sequence[Lease], sample: Sample | None) -> None:
         if sample is None or sample.processes is None or sample.listed_at is None:
-            self._over.pop(uuid, None)  # what was not seen does not count against anybody
+            self._over.pop(uuid, None)  # memory that was not measured counts against nobody
             return
         if sample.listed_at <= self._judged_at.get(uuid, float("-inf")):
             return
@@ -96,7 +96,7 @@ class MemoryGuard(TickDuty):
             await self._end(lease, found.to_end)
 
     async def _tell(self, found: Judgement) -> Mapping[str, Overuse]:
-        """Tell who is over their share; one who could not be told is told in the next round."""
+        """Tell the members who are over their share; the next round retries those that failed."""
         over = dict(found.over)
         for excess in found.to_tell:
             state = over[excess.lease_id]
@@ -108,7 +108,7 @@ class MemoryGuard(TickDuty):
         return over
 
     async def _end(self, lease: Lease, excess: Excess) -> None:
-        """End a process: politely at first, and if it is still there in the next list, at once."""
+        """End a process: SIGTERM at first; SIGKILL the next time, or if the device is full."""
         ref, part = process_ref(excess.process.pid), f"Memory guard of lease {lease.id}"
         if not ref:
             return  # it has ended by itself
@@ -125,7 +125,7 @@ class MemoryGuard(TickDuty):
         await self._record_ends()
 
     async def _record_ends(self) -> None:
-        """Record what was ended; what the database does not take is recorded in a later round."""
+        """Record the ended processes; if the database does not take one, a later round retries."""
         for each in list(self._unrecorded):
             lease, excess = each
             with self.tick.going_on(RECORDS):

@@ -1,8 +1,8 @@
 """The notifier: sends notices through Apprise, and runs the admin's hook.
 
-At least once: a notice stays unsent in the store until every channel has accepted it, or it is
-given up. A process killed between sending and recording may send it again. Each channel has its own
-queue with a few senders, so that a hanging one does not delay others.
+Notices are delivered at least once: a notice stays unsent in the store until every channel has
+accepted it, or it is given up. A process killed between sending and recording may send it again.
+Each channel has its own queue with a few senders, so that a hanging one does not delay others.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def read_secret(place: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a title without line ends and control characters, whatever names it contains."""
+    """Return a title without line ends and control characters, which names in it may contain."""
     return " ".join(_readable(text).split())[:TITLE]
 
 
@@ -278,9 +278,9 @@ class GPUNotifications(LoggingConfigurable):
         standard input: ``key``, ``user``, ``kind``, ``title``, ``body``, ``at``, ``event`` (such
         as ``session_ends``, ``session_over``, ``credits_low``, ``credits_gone``), ``lease``,
         ``server``, ``environment``, ``gpus``, ``account``, ``balance``, ``rate_per_hour``,
-        ``minutes`` (of a warning), ``ends_at``, ``stops_at`` and ``reason``. What a notice is not
-        about is null or empty. The event ``credits_back``, for new credits in time, is told to
-        this command only. Example::
+        ``minutes`` (of a warning), ``ends_at``, ``stops_at`` and ``reason``. Fields that do not
+        apply to a notice are null or empty. Only this command gets the event ``credits_back``: new
+        credits came in time. Example::
 
             c.GPUNotifications.hook = ["/usr/local/bin/gpu-notice", "--from-hub"]
         """,
@@ -307,7 +307,7 @@ class Notifier:
         self._trouble: dict[str, str] = {}
         self._poke = asyncio.Event()
         self._for_admin: set[asyncio.Task[str]] = set()
-        """Runs of the hook for what no member is told."""
+        """Runs of the hook for events that no member is told about."""
 
     @property
     def most_tries(self) -> int:
@@ -315,7 +315,7 @@ class Notifier:
         return len(RETRY_SECONDS) + 1
 
     def tell_admin(self, notice: Notice) -> None:
-        """Run the hook, without waiting for it, for something that no member is told."""
+        """Run the hook, without waiting for it, for an event that no member is told about."""
         if self.settings.hook:
             task = asyncio.create_task(self._run_hook(notice))
             self._for_admin.add(task)
@@ -402,7 +402,7 @@ class Notifier:
             return Outcome(self.services.clock(), notice.tries)
         tries, text = notice.tries + 1, errors_text(errors)
         if notice.kind is NoticeKind.TEST:
-            tries = self.most_tries  # the person who tests the channels waits
+            tries = self.most_tries  # somebody tests the channels and waits for the result
         if tries < self.most_tries:
             pause = RETRY_SECONDS[tries - 1]
             self._not_before[notice.id] = asyncio.get_running_loop().time() + pause
@@ -430,8 +430,8 @@ class Notifier:
     async def _in_thread(self, name: str, work: Callable[[], None]) -> None:
         """Run blocking work. A hanging thread is abandoned: it ends with the process.
 
-        Not in the event loop's own executor, which the program's end waits for. Raises Unavailable
-        if it is not done in time, and whatever the work raises.
+        The event loop's own executor is not used, because the program waits for its threads at the
+        end. Raises Unavailable if the work is not done in time, and any error that the work raises.
         """
 
         def ended() -> None:

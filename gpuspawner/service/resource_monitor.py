@@ -24,7 +24,7 @@ from .worker import Round, Tick, TickDuty
 SAMPLE_SECONDS = 30.0
 """Seconds between two samples of each container. One more is taken before a stop: last_sample."""
 KILLS_SECONDS = 5.0
-"""Seconds between two looks for programs that the system ended: their members wonder why."""
+"""Seconds between two looks for programs that the system ended: members wonder what happened."""
 PATIENCE_SECONDS = 20.0
 """Seconds that an engine may take for an answer."""
 ROUND_SECONDS = 5.0
@@ -92,9 +92,9 @@ class _Machine:
         """Unfinished samples, by lease id."""
         self._gate = asyncio.Semaphore(AT_ONCE)
         self._known: set[MemoryKill] = set()
-        """Those that were noted, of the last look."""
+        """Kills in the last look that are already noted."""
         self._waiting: set[MemoryKill] = set()
-        """Those in runs, which are noted at the next look."""
+        """Kills in runs, which are noted at the next look."""
         self._had_leases = False
 
     async def sample(self, leases: Collection[Lease]) -> list[ContainerSample]:
@@ -134,7 +134,7 @@ class _Machine:
             kills = set(await _in_thread(self._engine.memory_kills))
             self._had_leases = bool(leases)
             open_runs = {lease.id for lease in leases if lease.server.run_id}
-            # A run may end by it, and then the notice about its end says so.
+            # A kill may end a run, and then the notice about the run's end mentions it.
             new = kills - self._known
             waiting = {kill for kill in new - self._waiting if kill.lease_id in open_runs}
             by_container: dict[tuple[str, str], list[MemoryKill]] = defaultdict(list)

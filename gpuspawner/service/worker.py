@@ -58,7 +58,7 @@ class Supervisor:
         """Every duty that was started and has more to do, by name."""
 
     async def keep(self, name: str, start: Callable[[], Awaitable[object]]) -> None:
-        """Run the duty that ``start`` makes, anew whenever it raises, until it returns."""
+        """Run the duty that ``start`` makes until it returns; start it again whenever it raises."""
         state = self.states.setdefault(name, DutyState())
         now = asyncio.get_running_loop().time
         in_a_row = 0
@@ -137,7 +137,7 @@ class Watchdog:
         stack = "".join(traceback.format_stack(frame)) if frame else "unknown\n"
         self._log.critical(
             "The event loop did not respond for %g s. The service ends itself with status %d, and "
-            "whatever started it starts it again. Its main thread was here:\n%s",
+            "its supervisor starts it again. Its main thread was here:\n%s",
             HANGS_SECONDS,
             EXIT_STATUS,
             stack,
@@ -150,7 +150,7 @@ class Watchdog:
 THE_HUB_FIRST = 3.0
 """Seconds in which the Hub itself can end tickets without a spawn.
 
-It knows who stopped one while the database was away, who was renamed and who was removed.
+It knows which spawns were stopped while the database was away, and who was renamed or removed.
 """
 
 TICKET_DAYS = 14
@@ -161,7 +161,7 @@ AT_ONCE = 50
 
 
 class SpawnResumer:
-    """Ensures that every ticket has a spawn that waits with it, and finds it by its server."""
+    """Ensures that a spawn waits for every ticket; the ticket's server identifies it."""
 
     def __init__(self, services: Services, hub: HubClient, log: logging.Logger) -> None:
         self.services = services
@@ -171,9 +171,9 @@ class SpawnResumer:
     async def resume(self, servers: Collection[ServerRef], pause: float = 0.0) -> int:
         """Start the spawn of every ticket whose server the Hub does not have, and return how many.
 
-        Tickets that waited too long, or whose member is gone, end with their reason. ``pause``:
+        Tickets that waited too long, or whose member is gone, end with that reason. ``pause``:
         seconds to wait first, for the Hub to end them. Raises Unavailable if the Hub does not
-        answer; what was not reached is tried again.
+        answer; the next call tries the remaining tickets.
         """
         waiting = await self._not_expired(await self.services.run(self.services.queue.waiting))
         waiting = [ticket for ticket in waiting if ticket.server.kind is LeaseKind.SERVER]
@@ -210,7 +210,7 @@ class SpawnResumer:
         elif started is StartAnswer.REFUSED:
             await self._end(ticket, "refused", "the Hub no longer starts this server")
         else:
-            self.log.info("Ticket %s: %s waits on", ticket.id, ticket.server)
+            self.log.info("Ticket %s: %s keeps waiting", ticket.id, ticket.server)
 
     async def _end(self, ticket: Ticket, outcome: str, reason: str) -> None:
         try:
@@ -234,10 +234,11 @@ Round = tuple[float, str, Callable[[], Awaitable[object]]]
 
 
 class Sightings(Mapping[str, Sequence[Sighting] | None]):
-    """What the engines run, queried when first needed, and then once.
+    """What the engines run. An engine is queried once, when it is first needed.
 
-    The leases are read before the engines are queried. So a running lease without a server in here
-    has lost it: the server existed before the query, which did not find it.
+    The leases are read before the engines are queried. So if a running lease has no server in here,
+    its server is gone: it existed before the query, which did not find it. Lookups block: use a
+    thread.
     """
 
     def __init__(self, engines: Mapping[str, Engine], leases: Collection[Lease]) -> None:
@@ -246,7 +247,7 @@ class Sightings(Mapping[str, Sequence[Sighting] | None]):
         self.found: dict[str, Sequence[Sighting] | None] = {}
         """What was queried so far."""
         self.errors: dict[str, EngineUnavailable] = {}
-        """The engines that did not respond. Blocks like everything in here: use a thread."""
+        """The errors of engines that did not respond."""
 
     def __getitem__(self, name: str) -> Sequence[Sighting] | None:
         if name not in self.found:
@@ -278,9 +279,9 @@ class Tick:
     """Every available engine, by name."""
     log: logging.Logger
     start_grace_seconds: float = 60.0
-    """Nothing younger than this is ended only because the Hub does not list it."""
+    """A server younger than this is not ended just because the Hub does not list it."""
     charge_seconds: float = 60.0
-    """How often each running lease is charged, at a moment of its own."""
+    """Seconds between two charges of a running lease; each lease has its own moment."""
     hub_name: str = ""
     """Our Hub's name in the leader lock; empty if it did not start us."""
     rounds: Counter[str] = field(default_factory=Counter)
@@ -317,14 +318,14 @@ class Tick:
     # Comparing store, engines and Hub.
 
     async def reconcile(self) -> list[Action]:
-        """Adopt what lives, settle what is gone, end what has no owner.
+        """Adopt running servers, settle leases of lost servers, end servers without owners.
 
         Raises AnotherHubGrants while another hub grants from this store: our Hub knows nothing of
         its servers and its queue, and they are not ours.
         """
         await self._require_owner()
-        # The Hub is asked first: whatever starts after its answer has a lease too young to be
-        # touched, or was pending.
+        # The Hub is asked first: a server that starts after its answer was pending in it, or its
+        # lease is too young to be touched.
         servers = await self._servers()
         await self._resume(servers)
         leases = await self.services.run(self.services.leases.open_leases)
@@ -400,7 +401,7 @@ class Tick:
         """Start the missing spawns of tickets, if the Hub lost them."""
         if servers is None:
             return
-        pause = THE_HUB_FIRST if self._resumed else 0.0  # a Hub that has just started ends none
+        pause = THE_HUB_FIRST if self._resumed else 0.0  # a new Hub ends no tickets
         with self.going_on("Line", Unavailable):
             await SpawnResumer(self.services, self.hub, self.log).resume(servers, pause)
             self._resumed = True
@@ -430,7 +431,7 @@ class Tick:
         return found
 
     async def _remove(self, action: Remove) -> None:
-        """End a server, unless the Hub does know it."""
+        """End a server, unless the Hub knows it after all."""
         sighting = action.sighting
         with self.going_on(f"End of {sighting.ref}", Unavailable):
             lease = await self.services.run(self.services.leases.get, sighting.lease_id)
@@ -451,13 +452,13 @@ class Tick:
     # Rounds of any duty.
 
     async def every(self, seconds: float, part: str, work: Callable[[], Awaitable[object]]) -> None:
-        """Run one round after the other, for ever, so that they never overlap."""
+        """Run rounds for ever, one after the other, so that they never overlap."""
         while True:
             await asyncio.sleep(seconds)
             await self.round(part, work)
 
     async def round(self, part: str, work: Callable[[], Awaitable[object]]) -> None:
-        """Run one round; whatever goes wrong, the next one follows."""
+        """Run one round. If it fails, the next one still follows."""
         try:
             if time.monotonic() - self._owned_at >= OWNED:
                 await self._require_owner()
@@ -475,7 +476,7 @@ class Tick:
 
     @contextmanager
     def going_on(self, part: str, expected: type[Exception] = GPUSpawnerError) -> Iterator[None]:
-        """Log once if the block ends with an expected error, and go on; and once if all is well."""
+        """Log an expected error of the block once, and go on; log once more when all is well."""
         try:
             yield
         except expected as error:

@@ -28,14 +28,14 @@ STATES = {
 
 @group()
 def mig(settings: Settings) -> None:
-    """Show each GPU's recorded layout beside what exists."""
+    """Show each GPU's recorded layout and the instances that exist."""
     settings.require_configuration("where the devices are")
     found = settings.open_services().mig.show()
     text = "\n\n".join(_shown(*each) for each in found) or "No GPUs."
     show([_plain_shown(*each) for each in found], text)
 
 
-mig.add_same("show", "Show each GPU's recorded layout beside what exists.")
+mig.add_same("show", "Show each GPU's recorded layout and the instances that exist.")
 
 
 @mig.command("plan")
@@ -79,7 +79,7 @@ def apply_layout(settings: Settings, device: str, layout: str, yes: bool) -> int
 
 @mig.command("restore")
 def restore_layouts(settings: Settings) -> int:
-    """Make the recorded instances that are gone, such as after a restart of the machine."""
+    """Make recorded instances that are missing, such as after a restart of the machine."""
     settings.require_configuration("where the devices are")
     # Before its first start, the hub has no database.
     is_new = settings.missing_database() is not None

@@ -1,9 +1,10 @@
 """The rules of the memory guard: who uses more than their share of a shared device. Pure.
 
 A member who is alone on a device may use all of it. As soon as others have a slot there too, a
-lease over its share is told after :data:`TELL_SECONDS`, and after :data:`END_SECONDS` its largest
-process is ended. If the device is nearly full, the process is ended at once: the next allocation of
-somebody within their share would fail. A lease within its share never loses a process.
+member over their share is told after :data:`TELL_SECONDS`, and after :data:`END_SECONDS` the
+largest process of their lease is ended. If the device is nearly full, the process is ended at once:
+the next allocation of somebody within their share would fail. A lease within its share never loses
+a process.
 """
 
 from __future__ import annotations

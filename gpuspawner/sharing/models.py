@@ -10,7 +10,7 @@ from ..devices.models import MIGInstance, MIGPlacement, MIGProfile, MIGState
 
 
 class RecordState(str, Enum):
-    """What is to become of an instance that gpuspawner makes or has made."""
+    """What is to happen to an instance that gpuspawner makes or has made."""
 
     WANTED = "wanted"
     """It is to be made."""
@@ -45,7 +45,7 @@ class RecordedInstance:
 
 @dataclass(frozen=True, slots=True)
 class MIGChange:
-    """A change of a GPU's layout that goes on, was interrupted, or failed."""
+    """A change of a GPU's layout that is in progress, was interrupted, or failed."""
 
     gpu_uuid: str
     layout: str
@@ -55,7 +55,7 @@ class MIGChange:
     worker: str
     """The process that makes it; see :func:`gpuspawner.core.processes.this_process`."""
     failure: str = ""
-    """Why it stopped; empty while it goes on."""
+    """Why it stopped; empty while it is in progress."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,8 +81,8 @@ def require_mig_mode(gpu: MIGState) -> None:
         change = "leaves" if gpu.is_enabled else "enters"
         raise CannotDivide(f"GPU {gpu.index} {change} MIG mode with its next reset: {reset}.")
     raise CannotDivide(
-        f"GPU {gpu.index} ({gpu.model}) is not in MIG mode. While nobody has it, an admin turns it "
-        f"on: nvidia-smi -i {gpu.index} -mig 1. An Ampere GPU such as the A100 then needs a reset: "
+        f"GPU {gpu.index} ({gpu.model}) is not in MIG mode. Turn it on while nobody uses the GPU: "
+        f"nvidia-smi -i {gpu.index} -mig 1. An Ampere GPU such as the A100 then needs a reset: "
         f"{reset}. GPUs without MIG cannot be divided."
     )
 
@@ -104,8 +104,8 @@ def require_known(record: RecordedInstance, gpu: MIGState) -> None:
 def is_same(record: RecordedInstance, instance: MIGInstance, boot_id: str) -> bool:
     """Return True if an instance that exists is the recorded one.
 
-    One that was begun, and is found at its place, was made by a process that was killed before it
-    could record that: the place was empty just before.
+    If the record says that the instance was begun, and there is one at its place, a process made it
+    and was killed before it could record that: the place was empty just before.
     """
     if record.state is RecordState.WANTED and record.instance_id is None:
         return False
@@ -205,7 +205,7 @@ def _all_places(
     chosen: tuple[tuple[MIGProfile, MIGPlacement], ...],
     adopted: tuple[int, ...],
 ) -> Iterator[tuple[tuple[MIGProfile, MIGPlacement], ...]]:
-    """Yield every way to place the profiles beside others' instances, or onto them where they fit.
+    """Yield every way to place the profiles: in free places, or on identical existing instances.
 
     Equal profiles are interchangeable: each next one is placed after the one before.
     """
@@ -230,7 +230,7 @@ def _all_places(
 def _within_limits(
     chosen: Sequence[tuple[MIGProfile, MIGPlacement]], beside: Sequence[MIGInstance]
 ) -> bool:
-    """Return True if no profile has more instances than its GPU allows of it."""
+    """Return True if no profile has more instances than the GPU allows."""
     counts = Counter(profile.id for profile, _ in chosen)
     counts.update(each.profile_id for each in beside if each.profile_id in counts)
     most = {profile.id: profile.max_instances for profile, _ in chosen}
@@ -246,8 +246,8 @@ def _why_not(wanted: Sequence[MIGProfile], gpu: MIGState, others: Sequence[MIGIn
             for x in others
         )
         return (
-            f"{layout} does not fit on GPU {gpu.index} beside what gpuspawner did not make and "
-            f"does not touch: {made}. If nobody needs it any more, remove it: "
+            f"{layout} does not fit on GPU {gpu.index} next to instances that gpuspawner did "
+            f"not make and does not touch: {made}. If nobody needs them any more, remove them: "
             f"nvidia-smi mig -i {gpu.index} -dci -gi ID, then -dgi -gi ID."
         )
     return (
@@ -286,7 +286,7 @@ def records_of(
         RecordedInstance(each.profile.name, each.profile.id, each.placement, boot_id)
         for each in plan.create
     ]
-    # What a killed process had begun may have come after all.
+    # An instance that a killed process had begun may exist after all.
     places = {(each.profile_id, each.placement) for each in [*made, *going, *wanted]}
     late = [
         replace(each, state=RecordState.UNWANTED, id=0)
@@ -310,9 +310,9 @@ def _found(record: RecordedInstance, instance: MIGInstance, state: RecordState) 
 def restored(
     records: Collection[RecordedInstance], gpu: MIGState, boot_id: str
 ) -> list[RecordedInstance]:
-    """Return the records of a GPU such that what is gone, or not finished, is to be made again.
+    """Return the records of a GPU so that missing and unfinished instances are made again.
 
-    What an interrupted change was to destroy stays so, unless a restart has done it.
+    Instances that an interrupted change was to destroy still are, unless a restart destroyed them.
     """
     found = []
     for record in records:
@@ -329,7 +329,7 @@ def restored(
 
 
 def is_gone(records: Collection[RecordedInstance], gpu: MIGState, boot_id: str) -> bool:
-    """Return True if an instance that the layout has does not exist, or is not finished."""
+    """Return True if an instance of the layout does not exist or is not finished."""
     for record in records:
         if record.state is RecordState.UNWANTED:
             continue

@@ -3,8 +3,8 @@
 A change is claimed in the store, so that nothing is granted on the GPU and every process of ours
 closes NVML. Then each instance that is to be made or destroyed is recorded, and only then done by a
 command. Each step looks at what exists, not at what a command returned, so it can be repeated: a
-process that is killed at any moment leaves a change that the next one completes. The driver refuses
-to destroy what somebody uses, whatever the store says.
+process that is killed at any moment leaves a change that the next one completes. No matter what the
+store says, the driver refuses to destroy an instance that is in use.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class MIGService:
     def show(self) -> list[tuple[MIGState, list[RecordedInstance], MIGChange | None]]:
         """Return each GPU with its recorded instances and its change, if any.
 
-        Raises Unavailable, also if only root may know.
+        Raises Unavailable, also if only root may see them.
         """
         self._require_nvml()
         states = self.read_states(None)
@@ -150,7 +150,7 @@ class MIGService:
         return plan
 
     def restore(self, *, actor: str, say: Say) -> list[RestoredLayout]:
-        """Make the recorded instances that are gone, and complete what was interrupted.
+        """Make recorded instances that are missing, and complete interrupted changes.
 
         A GPU with an instance that is not recorded stays as it is. Raises Unavailable.
         """
@@ -204,7 +204,7 @@ class MIGService:
         return self.read_states(device)[0]
 
     def _require_free(self, connection: sa.Connection, gpu: MIGState) -> None:
-        """Raise CannotDivide if the GPU is not drained, or somebody has it."""
+        """Raise CannotDivide if the GPU is not drained or is in use."""
         if gpu.uuid not in closures.load(connection):
             raise CannotDivide(
                 f"GPU {gpu.index} is not drained: gpuspawner drain {gpu.uuid} --reason MIG"
@@ -230,7 +230,7 @@ class MIGService:
             )
 
     def _require_no_worker(self, connection: sa.Connection, gpu: MIGState) -> MIGChange | None:
-        """Return the interrupted change of a GPU, if any. Raises CannotDivide if one goes on."""
+        """Return the interrupted change of a GPU, if any. Raises CannotDivide if one is running."""
         change = repository.load_changes(connection).get(gpu.uuid)
         if change is None or change.failure or is_surely_gone(change.worker):
             return change
@@ -303,7 +303,7 @@ class MIGService:
     # The steps.
 
     def _carry_out(self, gpu: MIGState, say: Say) -> None:
-        """Destroy and make what is recorded. Each step can be repeated."""
+        """Destroy and make instances as recorded. Each step can be repeated."""
         records = self._pending(gpu)
         if records:
             self._await_release(say)
@@ -393,7 +393,7 @@ class MIGService:
             yield connection
 
     def _run(self, gpu: MIGState, *words: str) -> str:
-        """Run the command on a GPU, and return what it says. Whether it worked, NVML says."""
+        """Run the command on a GPU, and return its output. Only NVML shows whether it worked."""
         with self._step(gpu):
             pass
         command = [*self.settings.mig_command, "mig", "-i", gpu.uuid, *words]
@@ -422,7 +422,7 @@ class MIGService:
 def _not_done(gpu: MIGState, what: str, said: str) -> str:
     """Return the sentence about a step that had no effect, with what the command said."""
     answer = f": {said.rstrip('.')}" if said else ", and the command reported no error"
-    advice = "What was done so far is recorded; the same command goes on from here."
+    advice = "What was done so far is recorded; run the same command again to continue."
     if "in use" in said.lower():
         advice += (
             f" See who uses the GPU with: fuser -v /dev/nvidia{gpu.index}. A monitoring agent such "

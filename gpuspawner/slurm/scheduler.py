@@ -316,7 +316,7 @@ class SlurmDelegate(Nodes):
         super().__init__(cluster, slurm, log)
         self.images = NodeImages(cluster.nodes, log)
         self.resources: Callable[[Ticket], JobResources] = lambda ticket: JobResources()
-        """Returns what a ticket's server needs beside devices. Set by who has a catalog."""
+        """Returns what a ticket's server needs besides devices. Set where the catalog is."""
         self._hand = PriorityOverrides(slurm, log)
         self._tended = float("-inf"), False
         """When jobs were last told something, and True if that was in a pause."""

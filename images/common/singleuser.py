@@ -1,8 +1,8 @@
 #!/opt/venv/bin/python3
-"""jupyterhub-singleuser, without what takes more than half of its start and no server needs.
+"""jupyterhub-singleuser without imports that take over half of its start and no server needs.
 
-Only this process is concerned: everything stays installed, and other programs import it. Only
-the standard library and JupyterHub are used: this runs with Python 3.8 or later.
+Only this process is affected: everything stays installed for other programs. Only the standard
+library and JupyterHub are used: this runs with Python 3.8 or later.
 """
 
 import gc
@@ -11,11 +11,12 @@ import sys
 import types
 
 COLLECT_AFTER = 50_000
-"""New objects after which Python looks for garbage: imports make many, and hardly any garbage."""
+"""New objects after which Python looks for garbage: imports make many objects and little
+garbage."""
 
 
 class Later(types.ModuleType):
-    """Stands for a module that is imported when somebody uses it."""
+    """A stand-in for a module, which is imported when somebody uses it."""
 
     def __getattr__(self, name):
         if name.startswith("__"):  # the import system asks for such
@@ -28,18 +29,18 @@ class Later(types.ModuleType):
 
 
 def without_grammar():
-    """jsonschema works out a grammar of IRIs at each start, for which it takes a second.
+    """jsonschema works out a grammar of IRIs at each start, which takes a second.
 
-    Without it an "iri" in a schema is taken as it is.
+    Without the grammar, jsonschema accepts every text as an "iri".
     """
     sys.modules["rfc3987_syntax"] = None
 
 
 def import_without(stand_ins, names):
-    """Import modules that find these in the place of others; whoever comes later finds the others.
+    """Import modules that get these stand-ins; later imports get the real modules.
 
-    With a version that needs more of them, all that was begun is forgotten, and imported as ever
-    when it is needed.
+    If a version needs more than the stand-ins have, the partial imports are dropped, and the
+    modules are imported as usual when they are needed.
     """
     before = set(sys.modules)
     places = {module.__name__: module for module in stand_ins}
@@ -72,7 +73,7 @@ def without_hub():
 
 
 def without_listings():
-    """JupyterLab asks others for lists of its extensions where an admin named such: by requests."""
+    """JupyterLab needs requests only to fetch lists of extensions whose URLs an admin has set."""
     import_without([Later("requests")], ["jupyterlab_server.listings_handler"])
 
 

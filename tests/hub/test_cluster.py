@@ -447,7 +447,7 @@ def test_sick_device_is_drained_until_it_recovers(scene: Scene, browser: Browser
     sign_in(page, hub, "dora", "")
     text = page.inner_text(".notice.bad")
     assert "GPU 2 (T4), Xid 79: it lost power, NVLink or the bus" in text
-    assert "comes back when it has stopped" in text
+    assert "is refunded when it has stopped" in text
     look_over(page, "sick")
     assert "drained by health: Xid 79" in words(hub.page(ADMIN, "devices"))
 

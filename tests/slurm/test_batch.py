@@ -203,7 +203,7 @@ def test_delayed_slurm_database_loses_no_debit_and_admins_are_warned(
             wait_for(lambda job=job: cluster.state(job) == "COMPLETED", "its end")
         found = checked(books)
         assert found.status is Status.FAIL and "systemctl status slurmdbd" in found.remedy
-        assert " messages that the accounting database did not take yet" in found.text
+        assert " messages that the accounting database has not taken yet" in found.text
         assert told() == [] and billing.unread_since() is None, "it is not behind for long"
         forward(books, seconds=LATE.total_seconds() + 60)
         assert billing.unread_since() == read_up_to(books) < begun + OVERLAP

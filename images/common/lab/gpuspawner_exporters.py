@@ -1,9 +1,9 @@
-"""The list of a notebook's export formats, worked out beside the server instead of in it.
+"""The list of a notebook's export formats, made by a process other than the server.
 
 JupyterLab asks for it when the first notebook is opened, which is when the kernel is connected.
-To answer, the server imports all of nbconvert, and for that second it answers hardly anything
-else. Here another process does it, with low priority, and the same code gives the same list; if
-it cannot, the server does it as ever. It runs with Python 3.8 or later.
+To answer, the server would import all of nbconvert, and answer hardly anything else for that
+second. Here a process with low priority makes the same list with the same code; if that fails, the
+server makes the list as usual. It runs with Python 3.8 or later.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ json.dump(found, sys.stdout)
 
 
 async def exporters(command=(sys.executable, "-c", LIST), timeout=TIMEOUT):
-    """What the process says; None if it says nothing that makes sense."""
+    """The process's answer; None if it makes no sense."""
     pipes = {"stdin": asyncio.subprocess.DEVNULL, "stdout": asyncio.subprocess.PIPE}
     process = None
     try:

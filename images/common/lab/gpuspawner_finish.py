@@ -35,7 +35,7 @@ NEEDED = (
 NO_VALUE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 
 MOST_BYTES = 100 * 2**20
-"""Of a notebook whose parameters are looked for."""
+"""The largest notebook that is searched for parameters."""
 
 
 class Notebooks:
@@ -62,7 +62,7 @@ class Notebooks:
         }
 
     def submit(self, sent):
-        """Copy the notebook and submit the run; the copy goes again if the run is refused."""
+        """Copy the notebook and submit the run; the copy is removed if the run is refused."""
         notebook, key = self._notebook(sent["path"]), sent["key"]
         body = {
             "title": notebook.stem[:LONGEST_TITLE],
@@ -130,12 +130,12 @@ def plain(value):
 
 
 def shown(value):
-    """Return a value as it stands in a field: a text without quotes."""
+    """Return a value as a field shows it: a text without quotes."""
     return value if isinstance(value, str) else repr(value)
 
 
 def changed(known, typed):
-    """Return the parameters that are typed otherwise than the notebook has them."""
+    """Return the parameters whose typed value differs from the notebook's."""
     found = {}
     for name, text in typed.items():
         if name not in known or text == shown(known[name]):
@@ -161,7 +161,7 @@ def sentence(error):
 
 
 class FinishHandler(APIHandler):
-    """What the dialog asks: the answer, or the sentence that says why there is none."""
+    """Answers the dialog's requests; an error is a sentence that says why there is no answer."""
 
     auth_resource = "gpuspawner"
 

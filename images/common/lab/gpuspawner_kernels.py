@@ -1,9 +1,9 @@
-"""The first notebook's kernel imports itself while the browser still loads JupyterLab.
+"""The first notebook's kernel does its imports while the browser still loads JupyterLab.
 
-One process (gpuspawner_standby.py) is started a moment after the server began to listen. The
-first kernel that is started in the way of the default one is that process; every other kernel,
-and each that anything is unusual about, is started as ever. So memory is used once: by a kernel
-in advance, not by one more. A process that nobody wants ends after a while.
+One process (gpuspawner_standby.py) is started a moment after the server began to listen. The first
+kernel that is started like the default one becomes that process. All other kernels, and those with
+unusual options, are started as usual. So no extra memory is used: the kernel only starts earlier. A
+process that nobody needs ends after a while.
 
 ``GPUSPAWNER_READY_KERNEL=0`` in a server's environment leaves it out. It runs with Python 3.8 or
 later, and does nothing where jupyter_client is older than 7.
@@ -36,7 +36,7 @@ STOCK, READY = "local-provisioner", "gpuspawner-ready"
 LAUNCHER = ["-m", "ipykernel_launcher"]
 STANDBY = str(pathlib.Path(__file__).with_name("gpuspawner_standby.py"))
 MOST_BYTES = 32_768
-"""Of an order: a pipe that nobody reads yet takes it at once."""
+"""The largest order: a pipe takes this much at once, even if nobody reads it yet."""
 
 
 class Ready:
@@ -49,7 +49,7 @@ class Ready:
         self._pipe = -1
 
     def begin(self, command, environment):
-        """``command``: a kernel's, of which all up to the launcher counts."""
+        """``command``: a kernel's command, of which the part up to the launcher is used."""
         start = _start_of(command)
         if start is None:
             return
@@ -72,7 +72,7 @@ class Ready:
             return None
         reason = self._why_not(command, options) or self._hand_over(command, options)
         if reason:
-            self._log.info("The kernel is started as ever: %s.", reason)
+            self._log.info("The kernel is started as usual: %s.", reason)
             self.end()
             return None
         process, self._process = self._process, None
@@ -81,7 +81,7 @@ class Ready:
         return process
 
     def end(self):
-        """Nobody wants it."""
+        """End the process: nobody needs it."""
         self._close()
         if self._process is not None:
             self._process.kill()
@@ -123,7 +123,7 @@ class Ready:
 
 
 class ReadyProvisioner(LocalProvisioner):
-    """Starts kernels as ever, but for the one that is ready."""
+    """Starts kernels as usual, except the one that is ready."""
 
     ready = None
 
@@ -139,7 +139,7 @@ class ReadyProvisioner(LocalProvisioner):
 
 
 def _start_of(command):
-    """What stands before the launcher: an interpreter and flags of its own; None if more does."""
+    """The part before the launcher: an interpreter and its flags; None if there is more."""
     places = [n for n in range(1, len(command)) if list(command[n : n + 2]) == LAUNCHER]
     if not places or not all(word.startswith("-X") for word in command[1 : places[0]]):
         return None
@@ -157,7 +157,7 @@ def default_command(specs, name):
 
 
 def entry_point():
-    """By which jupyter_client finds the provisioner, as if it were installed."""
+    """The entry point by which jupyter_client finds the provisioner, as if it were installed."""
     group = KernelProvisionerFactory.GROUP_NAME
     return EntryPoint(READY, "gpuspawner_kernels:ReadyProvisioner", group)
 
@@ -169,7 +169,7 @@ def wanted(environment):
         "GPUSPAWNER_GPU_COUNT" in environment
         and environment.get("GPUSPAWNER_READY_KERNEL") != "0"
         and int(environment.get("MEM_LIMIT") or LEAST_MEMORY) >= LEAST_MEMORY
-        # What is meant from the folder where a kernel starts is not known yet.
+        # A relative path starts in the kernel's folder, which is not known yet.
         and (not path or all(os.path.isabs(part) for part in path.split(os.pathsep)))
     )
 

@@ -4,8 +4,8 @@ The browser asks this server, and this server asks gpuspawner through the hub's 
 token, which may ask about this server and no other. So the token stays out of the browser, and all
 tabs together ask once. Where there is no hub, no lease or no gpuspawner, nothing is added.
 
-What is imported here JupyterHub's server has imported already: a start takes no longer for it. It
-runs with Python 3.8 or later.
+JupyterHub's server has already imported everything that is imported here, so a start takes no
+longer. It runs with Python 3.8 or later.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class Session:
             self._next = self._clock() + FRESH
             return
         pause = min(LAST_PAUSE, FIRST_PAUSE * 2**self._failed)
-        # Who is refused will be refused again: this server has no lease, or another hub.
+        # A refusal would only be repeated: this server has no lease, or another hub.
         self._next = self._clock() + (LAST_PAUSE if 400 <= status < 500 else pause)
         self._failed = min(self._failed + 1, 10)
         self._last = {"available": False}
@@ -120,7 +120,7 @@ class NowHandler(APIHandler):
 
 
 class ActHandler(APIHandler):
-    """The buttons: whether it was done, and else the sentence that says why not."""
+    """The buttons. The answer says whether it was done, or else why not, in a sentence."""
 
     auth_resource = "gpuspawner"
 
@@ -136,7 +136,7 @@ class ActHandler(APIHandler):
 
 
 def session_of(environment):
-    """The session that this server's environment tells of; None where there is none."""
+    """The session that this server's environment names; None if there is none."""
     names = ("JUPYTERHUB_API_URL", "JUPYTERHUB_API_TOKEN", "GPUSPAWNER_LEASE_ID")
     api, token, lease = (environment.get(name) for name in names)
     if not (api and token and lease):
@@ -158,7 +158,7 @@ def _load_jupyter_server_extension(app):
     if session is None:
         return
     settings = app.web_app.settings
-    # Tells the browser's part that there is somebody to ask.
+    # Tells the browser's part that this server can answer it.
     settings.setdefault("page_config_data", {})["gpuspawner"] = "on"
     base = url_path_join(settings["base_url"], "gpuspawner", "session")
     handlers = [

@@ -89,7 +89,7 @@ def submit(words):
     )
     parser.add_argument("--environment", help="its name in the catalog; this session's if left out")
     parser.add_argument("--account", help="who pays, such as group:vision")
-    parser.add_argument("--title", default="", help="what lists call it")
+    parser.add_argument("--title", default="", help="its title in lists")
     parser.add_argument(
         "--requeue", action="store_true", help="begin again, at most three times, if interrupted"
     )
@@ -108,7 +108,9 @@ def submit(words):
         "--sweep", action="store_true", help="a run for each combination of the lists in -p"
     )
     parser.add_argument("--sweep-csv", metavar="FILE", help="a run for each line of a CSV file")
-    parser.add_argument("--at-most", type=int, help="how many runs of the sweep may be at once")
+    parser.add_argument(
+        "--at-most", type=int, help="how many runs of the sweep may wait or run at once"
+    )
     parser.add_argument("--yes", action="store_true", help="submit the sweep without a question")
     asked = parser.parse_args(own)
     options = {
@@ -205,7 +207,7 @@ def price_of(quote, at_most):
             f"If each takes its {hours} hours, they cost {credits(quote['most'])} credits at most: "
             f"up to {rate} an hour each."
         )
-    return f"{count}. {cost} {hold} must be there for those that begin at once."
+    return f"{count}. {cost} {hold} must be available for those that begin at once."
 
 
 def credits(amount):
@@ -218,7 +220,7 @@ def confirmed(question):
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
-        raise Refused("nobody answers here: --yes submits without a question") from None
+        raise Refused("there is nobody to ask: --yes submits without a question") from None
 
 
 def sweep(words):
@@ -312,7 +314,7 @@ def submit_copy(body, copy, send=None):
 
 
 def parsed(value):
-    """Return a parameter as JSON says it, or else the text."""
+    """Return a parameter parsed as JSON, or the text if it is not JSON."""
     try:
         return json.loads(value)
     except ValueError:

@@ -1,13 +1,13 @@
-"""A Python kernel that has imported itself before anybody asks for one.
+"""A Python kernel that has done its imports before anybody asks for one.
 
     python [flags] gpuspawner_standby.py -m ipykernel_launcher
 
-It waits at its standard input for what a kernel is told at its start, as JSON: the command, the
-folder and the environment. Then it is that kernel: the same process, child of the same server.
-Without an order (the server ended, or nobody wanted a kernel) it ends.
+It waits on its standard input for an order, as JSON: a kernel's command, folder and environment.
+Then it becomes that kernel: the same process, a child of the same server. Without an order (the
+server ended, or nobody needed a kernel) it ends.
 
-What it has imported must be what the command would import now. If anything says otherwise, it
-becomes the command itself by exec, and that starts as ever. It runs with Python 3.8 or later.
+What it has imported must be what the command would import now. If that is in doubt, it becomes the
+command itself by exec, which starts as usual. It runs with Python 3.8 or later.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ HELPFUL = (
 """What a kernel imports while it starts, and while it works out its first cell."""
 
 MAY_DIFFER = ("JPY_SESSION_NAME",)
-"""Variables that tell one kernel from another, and that nobody reads before a kernel starts."""
+"""Variables that differ between kernels, and that nobody reads before a kernel starts."""
 
 
 class Standby:
@@ -68,7 +68,7 @@ class Standby:
         """The kernel, to its end; or the command itself."""
         os.chdir(folder)
         if reason := self.why_not(environment):
-            print(f"The kernel is started as ever: {reason}.", file=sys.stderr, flush=True)
+            print(f"The kernel is started as usual: {reason}.", file=sys.stderr, flush=True)
             os.execvpe(command[0], command, environment)  # without a shell  # nosec B606
         for name in MAY_DIFFER:
             os.environ.pop(name, None)
@@ -95,7 +95,7 @@ class Standby:
 
 
 def _changed(path):
-    """Seconds of the epoch; 0 if there is nothing. Not mtime: who copies may have set that back."""
+    """Seconds since 1970; 0 if there is nothing. Not mtime: copying may have set that back."""
     try:
         return os.stat(path).st_ctime
     except OSError:

@@ -13,7 +13,7 @@ export interface IDevice {
   memory_bytes: number;
   slots: number;
   held_slots: number;
-  // What the session has of a shared device; else empty.
+  // The session's share of a shared device; else empty.
   sharing: string;
   use_percent: number | null;
   busy: boolean | null;
@@ -29,7 +29,7 @@ export interface ILease {
   ends_at: string | null;
   // The earliest of all; null when it does not end by itself, or is being stopped.
   end: IEnd | null;
-  // Null until it was measured; a service of an older version does not tell it.
+  // Null until it was measured; absent if the service is older.
   usage?: IUsage | null;
 }
 
@@ -76,7 +76,7 @@ export type Answer = INow | IAway;
 
 export type Action = 'snooze' | 'extend' | 'end';
 
-// What is asked of a run, as the fields of the start form; what a session started with comes along.
+// What a run asks for, in the fields of the start form, including what the session started with.
 export type Options = Record<string, unknown>;
 
 export interface IQuote {

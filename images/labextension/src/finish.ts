@@ -43,7 +43,7 @@ export function addFinish(app: JupyterFrontEnd, session: Session, places: IPlace
   });
 }
 
-/** Save the notebook, ask what its run needs, submit it, and say what came of it. */
+/** Save the notebook, ask what its run needs, submit it, and show the result. */
 async function finish(app: JupyterFrontEnd, session: Session, panel: NotebookPanel): Promise<void> {
   const { contents, serverSettings } = app.serviceManager;
   const form = new Form(serverSettings, contents.localPath(panel.context.path), session);
@@ -75,7 +75,7 @@ async function finish(app: JupyterFrontEnd, session: Session, panel: NotebookPan
   await result.launch();
 }
 
-/** Save what was changed, if it may be. Return false if JupyterLab has told why it was not. */
+/** Save the changes, if that is allowed. Return false if JupyterLab has told why it failed. */
 async function save({ context }: NotebookPanel): Promise<boolean> {
   if (!context.model.dirty || isReadOnly(context)) {
     return true;
@@ -100,7 +100,7 @@ async function isChanged({ context }: NotebookPanel, contents: Contents.IManager
   if (!context.model.dirty || !isReadOnly(context)) {
     return false;
   }
-  // The kernel alone makes a notebook dirty, by what it says of itself.
+  // A kernel's information about itself is enough to make a notebook dirty.
   const saved = await contents.get(context.path, { type: 'notebook', content: true });
   return sources(saved.content) !== sources(context.model.toJSON());
 }
@@ -142,7 +142,7 @@ class FinishDialog extends Dialog<void> {
   }
 }
 
-/** What came of it, with the ways to it. */
+/** The result, with links to the run. */
 function told(run: ISubmitted, page: string, refusal: string, open: (path: string) => void): Widget {
   const body = new Widget();
   body.addClass('gpuspawner-told');

@@ -10,7 +10,7 @@ import { NOT_RESPONDING, accountLabel, make, preemptibleLabel, price, start } fr
 
 const EXPLAINED =
   'A copy of the saved notebook runs from the top in a fresh kernel, with GPUs of its own. ' +
-  'What is in the memory of this kernel is not taken along.';
+  'What is in the memory of this kernel is not carried over.';
 
 const READ_ONLY =
   'This notebook is read-only, so your changes cannot be saved. Save a copy, and finish that.';

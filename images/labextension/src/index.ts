@@ -1,6 +1,6 @@
 /**
- * What this server's GPUs do, what is left of credits and time, warnings, and notebooks that finish
- * without a session.
+ * The use of this server's GPUs, the remaining credits and time, warnings, and notebooks that
+ * finish without a session.
  */
 import { ILabShell, type JupyterFrontEnd, type JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ICommandPalette } from '@jupyterlab/apputils';
@@ -15,7 +15,7 @@ import { Panel } from './panel';
 import { Session } from './session';
 import { Warnings } from './warnings';
 
-// Pixels; of a window that is less wide, such as a phone's.
+// Pixels: a narrower window is a phone's or the like.
 const NARROW = 760;
 
 const plugin: JupyterFrontEndPlugin<void> = {

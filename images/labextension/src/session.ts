@@ -5,15 +5,15 @@ import { Signal } from '@lumino/signaling';
 import type { Action, Answer, INow } from './answer';
 import { NOT_RESPONDING } from './words';
 
-// Seconds between two questions, of a page that is looked at and of one that is not.
+// Seconds between two requests, of a visible page and of a hidden one.
 const SEEN = 10;
 const UNSEEN = 60;
-// After a question that this server did not answer; twice as long each time.
+// After a request that this server did not answer; twice as long each time.
 const FIRST_PAUSE = 30;
 const LAST_PAUSE = 600;
 
 /**
- * What gpuspawner says of this server, asked again and again.
+ * What gpuspawner says about this server, fetched regularly.
  */
 export class Session {
   /** The newest answer; null while there is none. */
@@ -22,7 +22,7 @@ export class Session {
   /** The member stops this server, which then answers nothing more. */
   stopping = false;
 
-  /** There is a new answer, or none any more. */
+  /** Emitted when there is a new answer, or none any more. */
   readonly changed = new Signal<this, void>(this);
 
   constructor(private settings: ServerConnection.ISettings) {
@@ -46,21 +46,21 @@ export class Session {
       pause = await this.askOnce();
       this.failed = 0;
     } catch {
-      // JupyterLab says itself that its server is gone.
+      // JupyterLab itself tells the member that its server is gone.
       this.now = this.stopping ? this.now : null;
       pause = Math.min(LAST_PAUSE, FIRST_PAUSE * 2 ** this.failed);
       this.failed += 1;
     }
     this.askedAt = Date.now();
     if (this.stopping) {
-      return; // what a server says while it stops is no news
+      return; // a server's answer while it stops is not interesting
     }
     this.changed.emit();
     window.clearTimeout(this.timer);
     this.timer = window.setTimeout(() => void this.ask(), 1000 * pause);
   }
 
-  /** Do it. The sentence that says why it was not done, or nothing. */
+  /** Do it. Return the sentence that says why it was not done, or nothing. */
   async act(action: Action): Promise<string> {
     this.setStopping(action === 'end');
     let told: { done: boolean; message: string };

@@ -4,18 +4,18 @@ import type { Action, INow, IWarning } from './answer';
 import { type Session, home } from './session';
 import { clock, warning } from './words';
 
-// So long before the end a warning that was put off comes again.
+// A warning that was snoozed comes again this long before the end.
 const SOON = 10 * 60000;
 
 /**
- * Warnings as notifications, each once, and gone when there is no reason any more.
+ * Shows each warning once as a notification, and dismisses it when its reason is gone.
  */
 export class Warnings {
   constructor(private session: Session) {
     session.changed.connect(this.show, this);
   }
 
-  /** Do what a button says, and say how it went. */
+  /** Do what a button says, and show the result. */
   async act(action: Action): Promise<void> {
     if (action === 'end' && !(await confirmed())) {
       return;
@@ -80,7 +80,7 @@ export class Warnings {
     return this.isSoon(it) ? `${it.key}:soon` : it.key;
   }
 
-  /** Whoever snoozed has read the warning, and reads it again only when the end is near. */
+  /** A member who snoozed has read the warning, and sees it again only when the end is near. */
   private isPutOff(it: IWarning): boolean {
     const seen = [...this.known].some(key => key.startsWith('idle'));
     return it.kind === 'idle' && seen && it.at !== null && !this.isSoon(it);

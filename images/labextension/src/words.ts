@@ -115,7 +115,7 @@ export function because(now: INow): string {
   return reason === 'membership' ? 'because your membership ends' : 'at its time limit';
 }
 
-/** What a warning says. */
+/** The text of a warning. */
 export function warning(it: IWarning, now: INow, at: number): string {
   const many = now.devices.length > 1;
   const its = many ? 'its GPUs' : 'its GPU';

@@ -178,7 +178,7 @@ def test_notebook_becomes_a_run_with_what_was_chosen(
     edit(page, "seed = 2\nname = 'birds'")
     dialog = press(page)
     expect(dialog).to_contain_text("runs from the top in a fresh kernel")
-    expect(dialog).to_contain_text("memory of this kernel is not taken along")
+    expect(dialog).to_contain_text("memory of this kernel is not carried over")
     expect(dialog).to_contain_text("JupyterLab with PyTorch")
     expect(dialog).to_contain_text(
         "1 GPU: 1.00 to 4.00 credits an hour, 2.00 to 8.00 credits for 2 h 0 min."

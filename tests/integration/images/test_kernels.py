@@ -176,7 +176,7 @@ def test_changed_variables_fall_back_to_a_regular_kernel(
     assert pid_of(manager) == waiting.pid  # it became the command
     command = psutil.Process(waiting.pid).cmdline()
     assert command[1:] == ["-m", "ipykernel_launcher", "-f", manager.connection_file]
-    assert "The kernel is started as ever: other environment variables" in capfd.readouterr().err
+    assert "The kernel is started as usual: other environment variables" in capfd.readouterr().err
 
 
 def test_failed_imports_fall_back_to_a_regular_kernel(
@@ -191,7 +191,7 @@ def test_failed_imports_fall_back_to_a_regular_kernel(
     waiting = started.make_ready()
     manager, client = started.start()
     assert pid_of(manager) == waiting.pid and run(client, "print(6 * 7)") == "42\n"
-    assert "started as ever: its modules could not be imported" in capfd.readouterr().err
+    assert "started as usual: its modules could not be imported" in capfd.readouterr().err
 
 
 def test_newly_installed_package_is_seen_by_the_kernel(
@@ -205,7 +205,7 @@ def test_newly_installed_package_is_seen_by_the_kernel(
     )
     _, client = started.start()
     assert run(client, "import traitlets; print(traitlets.newer)") == "True\n"
-    assert "started as ever: packages were installed since" in capfd.readouterr().err
+    assert "started as usual: packages were installed since" in capfd.readouterr().err
 
 
 def test_overwritten_module_is_seen_by_the_kernel(
@@ -220,7 +220,7 @@ def test_overwritten_module_is_seen_by_the_kernel(
     os.utime(module, (0, 0))  # as who unpacks an archive leaves it
     _, client = started.start()
     assert run(client, "import sitecustomize as it; print(it.text)") == "newer\n"
-    assert "started as ever: a module was changed since" in capfd.readouterr().err
+    assert "started as usual: a module was changed since" in capfd.readouterr().err
 
 
 def test_killed_standby_kernel_and_unusual_options_start_a_regular_one(

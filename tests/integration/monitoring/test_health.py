@@ -62,7 +62,7 @@ def test_sick_device_is_drained_refunded_probed_and_returned(
     assert find(services, uuid, "lost", lasting=True) == ""
     (body,) = told(services, "ada")
     assert "GPU 0 (T4) has been sick since 12:19" in body and "it is lost" in body
-    assert "up to 13:19 (UTC), comes back when it has stopped" in body
+    assert "up to 13:19 (UTC), is refunded when it has stopped" in body
     (mine,) = services.health.sick_of("ada")
     assert (mine.lease.id, mine.device.uuid, services.health.sick_of("bob")) == (lease.id, uuid, [])
     assert states(services) == ["draining", "free"]

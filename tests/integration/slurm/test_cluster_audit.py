@@ -1,4 +1,4 @@
-"""Sessions are held against Slurm's word on them.
+"""Sessions are compared with Slurm's records of them.
 
 Real: SQLite, the services. Not real: what sacct says, which is written here; tests/slurm
 has the real one.

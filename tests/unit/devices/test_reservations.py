@@ -60,7 +60,7 @@ def test_setting_is_a_list_of_groups_or_says_what_others_may_do() -> None:
         ("T4", [3], "is not a list of groups"),
         ("T4", [" "], "is not a list of groups"),
         ("T4", None, "is not a list of groups"),
-        ("T4", [], "names no group, so that nobody could use the device.*drain it"),
+        ("T4", [], "names no group, so nobody could use the device.*drain it"),
         ("T4", {"groups": []}, "names no group"),
         ("T4", {"others": "never"}, "is not a list of groups"),
         ("T4", {"groups": ["a"], "other": 1}, "'other' in .* is not known. The keys are 'groups'"),

@@ -116,9 +116,9 @@ def test_instance_of_somebody_else_in_the_way_is_named() -> None:
     with pytest.raises(CannotDivide) as caught:
         plan(gpu(instance(5, "1g.5gb", 6)), "7g.40gb", frozenset({1}))
     assert str(caught.value) == (
-        "7g.40gb does not fit on GPU 0 beside what gpuspawner did not make and does not touch: "
-        "1g.5gb at 6:1 (id 5). If nobody needs it any more, remove it: nvidia-smi mig -i 0 -dci "
-        "-gi ID, then -dgi -gi ID."
+        "7g.40gb does not fit on GPU 0 next to instances that gpuspawner did not make and does not "
+        "touch: 1g.5gb at 6:1 (id 5). If nobody needs them any more, remove them: nvidia-smi mig "
+        "-i 0 -dci -gi ID, then -dgi -gi ID."
     )
 
 

@@ -185,7 +185,7 @@ def test_check_reports_a_replaced_spawner_class(text: str, replaced: str, tmp_pa
     found = list(check_spawner_class(file, open_hub(cli_config.read_file(file))))
     assert [finding.status for finding in found] == [Status.FAIL] * bool(replaced)
     if replaced:
-        assert f"GPUDockerSpawner takes the place of {replaced}" in found[0].text
+        assert f"GPUDockerSpawner replaces {replaced}" in found[0].text
         assert f"class GPU{replaced}(GPUDockerSpawner, {replaced})" in found[0].remedy
 
 
