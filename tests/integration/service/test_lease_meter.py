@@ -3,17 +3,13 @@ the driver's library, which says what each process does."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
 from gpuspawner.engines.base import ProcessOwners
-from gpuspawner.engines.local import LEASE_VARIABLE
 from gpuspawner.leases.models import Lease, Sharing
 from gpuspawner.monitoring.models import Rollups
 from gpuspawner.service.lease_meter import LeaseMeter
@@ -21,7 +17,7 @@ from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make, running
 from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.machine import Machine, as_sample
-from tests.support.nvml.nvml_library import GIB, GPU
+from tests.support.nvml.shared_device import SHARED, SharedDevice
 from tests.support.parts import each_database
 
 pytestmark = each_database
@@ -31,27 +27,20 @@ STEP = 10
 """Seconds between two samples."""
 
 
-class SharedDevice:
-    """One GPU in four slots, sampled through pynvml, and the members who share it."""
+class MeteredDevice(SharedDevice):
+    """A shared GPU whose use is measured, and the members who share it."""
 
     def __init__(self, services: Services, machine: Machine) -> None:
-        self.services = services
-        self.machine = machine
-        self.gpu = GPU(uuid=services.devices.look().devices[0].uuid, memory_bytes=80 * GIB)
+        super().__init__(services, machine)
         self.meter = LeaseMeter()
         self.rollups = Rollups()
-        self.programs: dict[str, subprocess.Popen[bytes]] = {}
         self.microseconds = 0
         machine.now = services.clock()
         machine.tell(f"watch {self.gpu.uuid}")
 
     def member(self, name: str) -> Lease:
         lease = running(self.services, name, sharing=Sharing.SLOT)
-        self.programs[name] = subprocess.Popen(
-            [sys.executable, "-c", "input()"],
-            env={LEASE_VARIABLE: lease.id},
-            stdin=subprocess.PIPE,
-        )
+        self.start_program(name, lease)
         leases = self.services.leases.open_leases()
         self.meter.follow(leases, ProcessOwners(leases))
         return lease
@@ -84,35 +73,19 @@ class SharedDevice:
         self.services.monitoring.remember_use(done)
         Clock.of(self.services).forward(seconds=STEP)
 
-    def close(self) -> None:
-        for program in self.programs.values():
-            program.kill()
-            program.communicate()
-
-
-@pytest.fixture(scope="session")
-def nvml_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    library = nvml.build_nvml_library(tmp_path_factory.mktemp("nvml"))
-    machine = Machine(library, Path(tmp_path_factory.mktemp("machine")) / "fleet")
-    yield machine
-    machine.end()
-
 
 @pytest.fixture
-def device(make: Make, nvml_machine: Machine) -> Iterator[SharedDevice]:
-    site = {"device_source": "simulated:1xA100-80GB", "shared_devices": {"A100": 4}}
-    services = make(**site, opening_grant=1000, when_idle=POLICY)
-    device = SharedDevice(services, nvml_machine.begin())
-    yield device
-    device.close()
+def device(make: Make, nvml_machine: Machine) -> Iterator[MeteredDevice]:
+    with MeteredDevice(make(**SHARED, when_idle=POLICY), nvml_machine.begin()) as device:
+        yield device
 
 
-def test_busy_neighbour_keeps_no_idle_server(device: SharedDevice) -> None:
+def test_busy_neighbour_keeps_no_idle_server(device: MeteredDevice) -> None:
     device.member("ada"), device.member("bob")
     assert device.minutes(6, 90, ada=90, bob=0) == ["bob: warn", "bob: stop"]
 
 
-def test_working_server_is_kept_beside_idle_ones(device: SharedDevice) -> None:
+def test_working_server_is_kept_beside_idle_ones(device: MeteredDevice) -> None:
     ada = device.member("ada")
     device.member("bob"), device.member("eve")
     found = device.minutes(8, 45, ada=30, bob=15, eve=0)
@@ -122,7 +95,7 @@ def test_working_server_is_kept_beside_idle_ones(device: SharedDevice) -> None:
 
 
 @pytest.mark.parametrize("answer", [nvml.NOT_SUPPORTED, nvml.UNKNOWN, nvml.FUNCTION_NOT_FOUND])
-def test_without_figures_the_whole_device_counts(device: SharedDevice, answer: int) -> None:
+def test_without_figures_the_whole_device_counts(device: MeteredDevice, answer: int) -> None:
     device.gpu.fails = {"nvmlDeviceGetProcessUtilization": answer}
     ada, _ = device.member("ada"), device.member("bob")
     assert device.minutes(6, 90, ada=90, bob=0) == []
@@ -130,7 +103,7 @@ def test_without_figures_the_whole_device_counts(device: SharedDevice, answer: i
     assert not any(it.measured for it in device.services.monitoring.session_use(ada).values())
 
 
-def test_figures_that_fail_now_and_then_stop_nobody_who_works(device: SharedDevice) -> None:
+def test_figures_that_fail_now_and_then_stop_nobody_who_works(device: MeteredDevice) -> None:
     device.member("ada"), device.member("bob")
     for number in range(12):
         failing = {"nvmlDeviceGetProcessUtilization": nvml.UNKNOWN} if number % 2 else {}
@@ -139,12 +112,12 @@ def test_figures_that_fail_now_and_then_stop_nobody_who_works(device: SharedDevi
         assert not any(each.startswith("ada") for each in found)
 
 
-def test_device_that_works_without_a_process_is_nobody_s_idleness(device: SharedDevice) -> None:
+def test_device_that_works_without_a_process_is_nobody_s_idleness(device: MeteredDevice) -> None:
     device.member("ada"), device.member("bob")
     assert device.minutes(8, 70) == []
 
 
-def test_member_alone_is_measured_by_the_device(device: SharedDevice) -> None:
+def test_member_alone_is_measured_by_the_device(device: MeteredDevice) -> None:
     ada = device.member("ada")
     device.machine.tell("watch")
     assert device.minutes(6, 50) == []
@@ -155,7 +128,7 @@ def test_member_alone_is_measured_by_the_device(device: SharedDevice) -> None:
     assert found.busy == found.measured == pytest.approx(quarter, abs=20)
 
 
-def test_reports_count_a_share_of_what_each_did(device: SharedDevice) -> None:
+def test_reports_count_a_share_of_what_each_did(device: MeteredDevice) -> None:
     ada, bob = device.member("ada"), device.member("bob")
     device.minutes(4, 50, ada=50, bob=0)
     device.services.settings.idle.policy = {}

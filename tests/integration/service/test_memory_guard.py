@@ -3,17 +3,15 @@ processes and their ends, pynvml; a stand-in is the driver's library, which says
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from gpuspawner.core.errors import StoreUnavailable
-from gpuspawner.engines.local import LEASE_VARIABLE
 from gpuspawner.leases.models import Lease, Request, ServerRef, Sharing
 from gpuspawner.monitoring.models import Sample
 from gpuspawner.notifications.models import NoticeKind
@@ -23,31 +21,22 @@ from gpuspawner.services import Services
 from gpuspawner.sharing import memory_service
 from gpuspawner.sharing.memory_rules import END_SECONDS, TELL_SECONDS
 from tests.support.brokers import Make
-from tests.support.nvml import nvml_library as nvml
 from tests.support.nvml.machine import Machine, as_sample
-from tests.support.nvml.nvml_library import GIB, GPU
+from tests.support.nvml.nvml_library import GIB
+from tests.support.nvml.shared_device import SHARED, SharedDevice
 from tests.support.parts import each_database
-from tests.support.rounds import SITE, ScriptedHub, make_tick
+from tests.support.rounds import ScriptedHub, make_tick
 
 pytestmark = each_database
 
-PROGRAM = """
-import signal, sys
-if "stubborn" in sys.argv:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("ready", flush=True)
-sys.stdin.read()
-"""
+WithoutStore = Callable[[ModuleType, str], AbstractContextManager[None]]
 
 
-class SharedDevice:
-    """One GPU of 80 GB in four slots, the leases on it, and what their programs use of it."""
+class GuardedDevice(SharedDevice):
+    """A shared GPU that the guard watches, and the memory that programs use of it."""
 
     def __init__(self, services: Services, machine: Machine) -> None:
-        self.services = services
-        self.machine = machine
-        self.gpu = GPU(uuid=services.devices.look().devices[0].uuid)
-        self.programs: dict[str, subprocess.Popen[str]] = {}
+        super().__init__(services, machine)
         self.used: dict[str, int] = {}
         self.samples: list[Sample] = []
         self.watched: frozenset[str] = frozenset()
@@ -74,15 +63,7 @@ class SharedDevice:
         return self.services.leases.confirm(lease.id)
 
     def start(self, name: str, lease: Lease, gigabytes: int, *arguments: str) -> None:
-        self.programs[name] = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *arguments],
-            env={LEASE_VARIABLE: lease.id},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        said = self.programs[name].stdout
-        assert said and said.readline() == "ready\n"
+        self.start_program(name, lease, *arguments)
         self.used[name] = gigabytes * GIB
 
     async def look(self, seconds: float) -> None:
@@ -109,29 +90,30 @@ class SharedDevice:
         trail = self.services.audit.trail()
         return [each.detail for each in trail if each.action == "end_process"]
 
-    def close(self) -> None:
-        for program in self.programs.values():
-            program.kill()
-            program.communicate()
 
-
-@pytest.fixture(scope="session")
-def nvml_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    library = nvml.build_nvml_library(tmp_path_factory.mktemp("nvml"))
-    machine = Machine(library, Path(tmp_path_factory.mktemp("machine")) / "fleet")
-    yield machine
-    machine.end()
+@pytest.fixture
+def device(make: Make, nvml_machine: Machine) -> Iterator[GuardedDevice]:
+    with GuardedDevice(make(**SHARED), nvml_machine.begin()) as device:
+        yield device
 
 
 @pytest.fixture
-def device(make: Make, nvml_machine: Machine) -> Iterator[SharedDevice]:
-    site = SITE | {"device_source": "simulated:1xA100-80GB", "opening_grant": 1000}
-    device = SharedDevice(make(**site, shared_devices={"A100": 4}), nvml_machine.begin())
-    yield device
-    device.close()
+def without_store(monkeypatch: pytest.MonkeyPatch) -> WithoutStore:
+    """Returns a block in which a function that writes to the store fails."""
+
+    @contextmanager
+    def block(module: ModuleType, function: str) -> Iterator[None]:
+        def cannot(*_: object, **fields: object) -> None:
+            raise StoreUnavailable
+
+        with monkeypatch.context() as failing:
+            failing.setattr(module, function, cannot)
+            yield
+
+    return block
 
 
-async def test_program_over_its_share_is_told_and_then_ended(device: SharedDevice) -> None:
+async def test_program_over_its_share_is_told_and_then_ended(device: GuardedDevice) -> None:
     ada, bob = device.lease("ada"), device.lease("bob")
     device.start("ada", ada, 30)
     device.start("small", ada, 1)
@@ -155,7 +137,7 @@ async def test_program_over_its_share_is_told_and_then_ended(device: SharedDevic
     assert noted.subject == device.gpu.uuid and f"lease {ada.id}" in noted.detail
 
 
-async def test_full_device_ends_the_program_at_once(device: SharedDevice) -> None:
+async def test_full_device_ends_the_program_at_once(device: GuardedDevice) -> None:
     ada, bob = device.lease("ada"), device.lease("bob")
     device.start("ada", ada, 59, "stubborn")
     device.start("bob", bob, 18)
@@ -164,7 +146,7 @@ async def test_full_device_ends_the_program_at_once(device: SharedDevice) -> Non
     assert device.is_running("bob")
 
 
-async def test_program_that_ignores_the_first_signal_gets_another(device: SharedDevice) -> None:
+async def test_program_that_ignores_the_first_signal_gets_another(device: GuardedDevice) -> None:
     ada, _ = device.lease("ada"), device.lease("bob")
     device.start("ada", ada, 30, "stubborn")
     await device.look(1)
@@ -175,7 +157,7 @@ async def test_program_that_ignores_the_first_signal_gets_another(device: Shared
     assert len(device.titles("ada")) == 1, "told once that it was ended"
 
 
-async def test_member_alone_and_unknown_memory_are_left_alone(device: SharedDevice) -> None:
+async def test_member_alone_and_unknown_memory_are_left_alone(device: GuardedDevice) -> None:
     ada = device.lease("ada")
     device.start("ada", ada, 79)
     for _ in range(3):
@@ -189,7 +171,7 @@ async def test_member_alone_and_unknown_memory_are_left_alone(device: SharedDevi
     assert device.is_running("bob") and not device.titles("bob")
 
 
-async def test_process_that_is_no_more_the_lease_s_is_not_ended(device: SharedDevice) -> None:
+async def test_process_that_is_no_more_the_lease_s_is_not_ended(device: GuardedDevice) -> None:
     ada, _ = device.lease("ada"), device.lease("bob")
     device.start("ada", ada, 30)
     await device.look(1)
@@ -201,7 +183,7 @@ async def test_process_that_is_no_more_the_lease_s_is_not_ended(device: SharedDe
 
 
 async def test_signal_that_could_not_be_sent_is_no_first_signal(
-    device: SharedDevice, monkeypatch: pytest.MonkeyPatch
+    device: GuardedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ada, _ = device.lease("ada"), device.lease("bob")
     device.start("ada", ada, 30)
@@ -220,17 +202,12 @@ async def test_signal_that_could_not_be_sent_is_no_first_signal(
 
 
 async def test_end_is_recorded_at_once_or_later_and_only_once(
-    device: SharedDevice, monkeypatch: pytest.MonkeyPatch
+    device: GuardedDevice, without_store: WithoutStore
 ) -> None:
     ada, _ = device.lease("ada"), device.lease("bob")
     device.start("ada", ada, 30)
     await device.look(1)
-    with monkeypatch.context() as failing:
-
-        def cannot(*_: object, **fields: object) -> None:
-            raise StoreUnavailable
-
-        failing.setattr(memory_service.audit_log, "note", cannot)
+    with without_store(memory_service.audit_log, "note"):
         await device.look(END_SECONDS)
         assert device.ended("ada") == -15
         await device.look(6)
@@ -241,24 +218,19 @@ async def test_end_is_recorded_at_once_or_later_and_only_once(
 
 
 async def test_member_is_told_later_if_the_database_was_away(
-    device: SharedDevice, monkeypatch: pytest.MonkeyPatch
+    device: GuardedDevice, without_store: WithoutStore
 ) -> None:
     ada, _ = device.lease("ada"), device.lease("bob")
     device.start("ada", ada, 30)
     await device.look(1)
-    with monkeypatch.context() as failing:
-
-        def cannot(*_: object, **fields: object) -> None:
-            raise StoreUnavailable
-
-        failing.setattr(memory_service.notifications_repository, "add", cannot)
+    with without_store(memory_service.notifications_repository, "add"):
         await device.look(TELL_SECONDS)
     await device.look(6)
     await device.look(6)
     assert device.titles("ada") == ["Your server uses more than its share of a GPU"]
 
 
-async def test_program_that_left_the_device_is_forgotten(device: SharedDevice) -> None:
+async def test_program_that_left_the_device_is_forgotten(device: GuardedDevice) -> None:
     ada, _ = device.lease("ada"), device.lease("bob")
     device.start("ada", ada, 30, "stubborn")
     await device.look(1)
