@@ -28,7 +28,7 @@ from ..engines.scratch import remove_unused
 from ..leases.models import Lease
 from ..storage.directories import volume_sizes
 from ..storage.repository import Workspace
-from .machines import HERE, machines_with_engines
+from .machines import HERE, MachineDuty, Machines, machines_with_engines
 from .worker import Round, Tick, TickDuty
 
 T = TypeVar("T")
@@ -77,27 +77,18 @@ def is_due(last: DiskMeasurement | None, now: float, free_bytes: int | None) -> 
     return since >= SELDOM_SECONDS or last.free_bytes - free_bytes >= last.step_bytes
 
 
-class DiskDuty(TickDuty):
+class DiskDuty(MachineDuty):
     """Checks the disk of each engine; one that is not responding does not delay the others."""
 
     def __init__(
-        self,
-        tick: Tick,
-        engines: Mapping[str, DockerEngine],
-        machine_of: Callable[[Lease], str],
-        poke: Callable[[], None] = lambda: None,
+        self, tick: Tick, machines: Machines, poke: Callable[[], None] = lambda: None
     ) -> None:
-        """``machine_of`` returns the key in ``engines`` for a lease, or an empty string."""
-        super().__init__(tick, poke)
-        self._machine_of = machine_of
-        self._disks = {name: Disk(self, name, engine) for name, engine in engines.items()}
+        super().__init__(tick, machines, poke)
+        self._disks = {name: Disk(self, name, engine) for name, engine in self.engines.items()}
 
     async def round(self) -> None:
         """Check every disk that is due. Raises StoreUnavailable."""
-        leases: dict[str, dict[str, Lease]] = {name: {} for name in self._disks}
-        for lease in await self.services.run(self.services.leases.open_leases):
-            if (machine := self._machine_of(lease)) in leases:
-                leases[machine][lease.id] = lease
+        leases = await self.leases()
         rounds = (disk.round(leases[name]) for name, disk in self._disks.items())
         for error in await asyncio.gather(*rounds, return_exceptions=True):
             if error is not None:
@@ -214,34 +205,25 @@ SCRATCH_SECONDS = 60.0
 """Seconds between two searches for scratch volumes that lost their container."""
 
 
-class ScratchDuty(TickDuty):
+class ScratchDuty(MachineDuty):
     """Deletes the scratch volumes that are left if a process was killed during a stop.
 
     Each engine is asked while it has leases, and after the last one until it has answered once.
     """
 
-    def __init__(
-        self,
-        tick: Tick,
-        engines: Mapping[str, DockerEngine],
-        machine_of: Callable[[Lease], str],
-    ) -> None:
-        """``machine_of`` returns the key in ``engines`` for a lease, or an empty string."""
-        super().__init__(tick)
-        self._engines = engines
-        self._machine_of = machine_of
-        self._due = set(engines)
+    def __init__(self, tick: Tick, machines: Machines) -> None:
+        super().__init__(tick, machines)
+        self._due = set(self.engines)
 
     async def round(self) -> None:
         """Ask every engine that is due. Raises StoreUnavailable."""
-        leases = await self.services.run(self.services.leases.open_leases)
-        busy = {self._machine_of(lease) for lease in leases} & self._engines.keys()
+        busy = {name for name, leases in (await self.leases()).items() if leases}
         self._due |= busy
         await asyncio.gather(*(self._sweep(name, name in busy) for name in sorted(self._due)))
 
     async def _sweep(self, machine: str, is_busy: bool) -> None:
         with suppress(EngineUnavailable):  # other duties report that
-            removed = await _in_thread(lambda: self._engines[machine].call(remove_unused))
+            removed = await _in_thread(lambda: self.engines[machine].call(remove_unused))
             for lease_id in removed:
                 self.log.info("Deleted the scratch directory of lease %s", lease_id)
             if not is_busy:
@@ -254,8 +236,8 @@ def disk_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
     machines = machines_with_engines(tick.services, PATIENCE_SECONDS)
     rounds: list[Round] = []
     for (disk, scratch), each in zip(names, machines, strict=False):
-        disks = DiskDuty(tick, each.engines, each.machine_of, poke)
-        leftovers = ScratchDuty(tick, each.engines, each.machine_of)
+        disks = DiskDuty(tick, each, poke)
+        leftovers = ScratchDuty(tick, each)
         rounds.append((LOOK_SECONDS, disk, disks.round))
         rounds.append((SCRATCH_SECONDS, scratch, leftovers.round))
     return rounds

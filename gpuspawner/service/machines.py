@@ -12,6 +12,7 @@ from ..services import Services
 from ..slurm.cluster import Cluster
 from ..slurm.images import connector
 from ..slurm.scheduler import SlurmDelegate
+from .worker import Tick, TickDuty
 
 HERE = "this machine"
 
@@ -24,6 +25,25 @@ class Machines:
     """By the machine's name."""
     machine_of: Callable[[Lease], str]
     """Returns the name of the machine with a lease's container; empty if it is not one of these."""
+
+
+class MachineDuty(TickDuty):
+    """A duty for the containers of leases, on each of some engines."""
+
+    def __init__(
+        self, tick: Tick, machines: Machines, poke: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(tick, poke)
+        self.engines = machines.engines
+        self._machine_of = machines.machine_of
+
+    async def leases(self) -> dict[str, dict[str, Lease]]:
+        """Return the open leases on each machine, by id. Raises StoreUnavailable."""
+        found: dict[str, dict[str, Lease]] = {name: {} for name in self.engines}
+        for lease in await self.services.run(self.services.leases.open_leases):
+            if (machine := self._machine_of(lease)) in found:
+                found[machine][lease.id] = lease
+        return found
 
 
 def machines_with_engines(services: Services, patience_seconds: float) -> list[Machines]:

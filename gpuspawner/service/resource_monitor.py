@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 
 from ..core.aio import in_daemon_thread
@@ -18,8 +18,8 @@ from ..engines.docker import DockerEngine
 from ..engines.resource_use import MemoryKill
 from ..leases.models import Lease
 from ..monitoring.resource_service import ContainerSample
-from .machines import machines_with_engines
-from .worker import Round, Tick, TickDuty
+from .machines import MachineDuty, Machines, machines_with_engines
+from .worker import Round, Tick
 
 SAMPLE_SECONDS = 30.0
 """Seconds between two samples of each container. One more is taken before a stop: last_sample."""
@@ -35,26 +35,20 @@ AT_ONCE = 8
 _in_thread = partial(in_daemon_thread, "gpuspawner-resources")
 
 
-class ResourceDuty(TickDuty):
+class ResourceDuty(MachineDuty):
     """Samples the containers of all leases, and looks for programs that the system ended."""
 
     def __init__(
-        self,
-        tick: Tick,
-        engines: Mapping[str, DockerEngine],
-        machine_of: Callable[[Lease], str],
-        poke: Callable[[], None] = lambda: None,
+        self, tick: Tick, machines: Machines, poke: Callable[[], None] = lambda: None
     ) -> None:
-        """``machine_of`` returns the key in ``engines`` for a lease, or an empty string."""
-        super().__init__(tick, poke)
-        self._machine_of = machine_of
-        self._machines = {name: _Machine(self, name, it) for name, it in engines.items()}
+        super().__init__(tick, machines, poke)
+        self._machines = {name: _Machine(self, name, it) for name, it in self.engines.items()}
         self._looks: dict[str, asyncio.Task[None]] = {}
         """Unfinished looks for kills, by machine."""
 
     async def sample(self) -> None:
         """Sample every container once. Raises StoreUnavailable."""
-        leases = await self._leases()
+        leases = await self._with_container()
         rounds = (machine.sample(leases[name]) for name, machine in self._machines.items())
         samples = [each for some in await asyncio.gather(*rounds) for each in some]
         if samples:
@@ -62,7 +56,7 @@ class ResourceDuty(TickDuty):
 
     async def look_for_kills(self) -> None:
         """Tell the members whose programs the system ended. Raises StoreUnavailable."""
-        leases = await self._leases()
+        leases = await self._with_container()
         for name, machine in self._machines.items():
             if name not in self._looks:
                 self._looks[name] = asyncio.ensure_future(machine.look(leases[name]))
@@ -72,13 +66,10 @@ class ResourceDuty(TickDuty):
         for task in done:
             task.result()
 
-    async def _leases(self) -> dict[str, list[Lease]]:
+    async def _with_container(self) -> dict[str, list[Lease]]:
         """Return the open leases with a container, by machine."""
-        found: dict[str, list[Lease]] = defaultdict(list)
-        for lease in await self.services.run(self.services.leases.open_leases):
-            if lease.engine_ref:
-                found[self._machine_of(lease)].append(lease)
-        return found
+        found = await self.leases()
+        return {name: [x for x in some.values() if x.engine_ref] for name, some in found.items()}
 
 
 class _Machine:
@@ -166,7 +157,7 @@ def resource_rounds(tick: Tick, poke: Callable[[], None]) -> list[Round]:
     machines = machines_with_engines(tick.services, PATIENCE_SECONDS)
     rounds: list[Round] = []
     for on_nodes, each in zip(where, machines, strict=False):
-        duty = ResourceDuty(tick, each.engines, each.machine_of, poke)
+        duty = ResourceDuty(tick, each, poke)
         rounds.append((SAMPLE_SECONDS, f"Use of resources{on_nodes}", duty.sample))
         rounds.append((KILLS_SECONDS, f"Out of memory{on_nodes}", duty.look_for_kills))
     return rounds

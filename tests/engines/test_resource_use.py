@@ -17,7 +17,7 @@ from gpuspawner.monitoring import last_sample
 from gpuspawner.runs.models import Run, RunState, Work
 from gpuspawner.service import resource_monitor
 from gpuspawner.service.duties import RunDuty
-from gpuspawner.service.machines import HERE
+from gpuspawner.service.machines import HERE, Machines
 from gpuspawner.service.resource_monitor import ResourceDuty
 from gpuspawner.services import Services
 from tests.support.brokers import T0, Clock
@@ -57,8 +57,8 @@ def started(
 
 
 def duty_of(services: Services, hub: ScriptedHub, engine: PrivateEngine) -> ResourceDuty:
-    engines = {HERE: open_engine(engine.url)}
-    return ResourceDuty(make_tick(services, hub), engines, lambda lease: HERE)
+    here = Machines({HERE: open_engine(engine.url)}, lambda lease: HERE)
+    return ResourceDuty(make_tick(services, hub), here)
 
 
 def session(services: Services, engine: PrivateEngine, **kind: Any) -> Lease:

@@ -104,8 +104,7 @@ def module_hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> 
 def hub(module_hub: GPUHub) -> Iterator[GPUHub]:
     """Two GPUs, which the test's members gave back when it is over."""
     yield module_hub
-    for lease in module_hub.open_leases():
-        module_hub.stop_server(lease.server.user)
+    module_hub.stop_all_servers()
 
 
 def open_form(browser: Browser, hub: GPUHub, user: str) -> Page:

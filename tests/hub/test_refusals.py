@@ -68,8 +68,7 @@ def hub(hubs: None, engine: PrivateEngine, images: Any, folder: Path) -> Iterato
 def nobody_runs(hub: GPUHub) -> Iterator[None]:
     """Stop what a test left running, so that every test begins with free devices."""
     yield
-    for lease in hub.open_leases():
-        hub.stop_server(lease.server.user, lease.server.name)
+    hub.stop_all_servers()
     assert not hub.taken()
 
 

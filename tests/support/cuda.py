@@ -20,7 +20,26 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 
-PTX = rb"""
+EACH_WORD = """
+    mov.u32 %block, %ctaid.x;
+    mov.u32 %size, %ntid.x;
+    mov.u32 %thread, %tid.x;
+    mov.u32 %blocks, %nctaid.x;
+    mad.lo.u32 %first, %block, %size, %thread;
+    mul.lo.u32 %stride, %blocks, %size;
+    cvt.u64.u32 %at, %first;
+    cvt.u64.u32 %step, %stride;
+Next:
+    setp.ge.u64 %over, %at, %words;
+    @%over bra Done;
+    add.u64 %value, %at, %seed;
+    mul.lo.u64 %value, %value, 0x9E3779B97F4A7C15;
+    shl.b64 %address, %at, 3;
+    add.u64 %address, %address, %place;
+"""
+"""The beginning of a kernel that goes through words: ``%address`` and ``%value`` of each."""
+
+PTX = """
 .version 6.0
 .target sm_50
 .address_size 64
@@ -68,21 +87,7 @@ Again:
     ld.param.u64 %place, [place];
     ld.param.u64 %words, [words];
     ld.param.u64 %seed, [seed];
-    mov.u32 %block, %ctaid.x;
-    mov.u32 %size, %ntid.x;
-    mov.u32 %thread, %tid.x;
-    mov.u32 %blocks, %nctaid.x;
-    mad.lo.u32 %first, %block, %size, %thread;
-    mul.lo.u32 %stride, %blocks, %size;
-    cvt.u64.u32 %at, %first;
-    cvt.u64.u32 %step, %stride;
-Next:
-    setp.ge.u64 %over, %at, %words;
-    @%over bra Done;
-    add.u64 %value, %at, %seed;
-    mul.lo.u64 %value, %value, 0x9E3779B97F4A7C15;
-    shl.b64 %address, %at, 3;
-    add.u64 %address, %address, %place;
+    EACH_WORD
     st.global.u64 [%address], %value;
     add.u64 %at, %at, %step;
     bra Next;
@@ -100,21 +105,7 @@ Done:
     ld.param.u64 %words, [words];
     ld.param.u64 %seed, [seed];
     ld.param.u64 %count, [count];
-    mov.u32 %block, %ctaid.x;
-    mov.u32 %size, %ntid.x;
-    mov.u32 %thread, %tid.x;
-    mov.u32 %blocks, %nctaid.x;
-    mad.lo.u32 %first, %block, %size, %thread;
-    mul.lo.u32 %stride, %blocks, %size;
-    cvt.u64.u32 %at, %first;
-    cvt.u64.u32 %step, %stride;
-Next:
-    setp.ge.u64 %over, %at, %words;
-    @%over bra Done;
-    add.u64 %value, %at, %seed;
-    mul.lo.u64 %value, %value, 0x9E3779B97F4A7C15;
-    shl.b64 %address, %at, 3;
-    add.u64 %address, %address, %place;
+    EACH_WORD
     ld.global.u64 %found, [%address];
     setp.eq.u64 %same, %found, %value;
     @%same bra Fine;
@@ -125,7 +116,7 @@ Fine:
 Done:
     ret;
 }
-"""
+""".replace("    EACH_WORD\n", EACH_WORD[1:]).encode()
 
 NO_DEVICE = 100
 BLOCKS, THREADS = 1024, 256

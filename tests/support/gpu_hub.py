@@ -118,6 +118,11 @@ class GPUHub(HubProcess):
         """Those that have not ended."""
         return [lease for lease in self.leases(user) if lease.state is not LeaseState.ENDED]
 
+    def stop_all_servers(self) -> None:
+        """Stop the server of every open lease, so that its devices are free."""
+        for lease in self.open_leases():
+            self.stop_server(lease.server.user, lease.server.name)
+
     def taken(self) -> dict[Slot, str]:
         """The places under open leases, with the lease's id."""
         with self._database.connect() as connection:

@@ -41,6 +41,15 @@ class StandInHub:
         """The bodies of the requests whose path ends so."""
         return [body for _, path, _, body in self.asked if path.rpartition("/")[2] == last]
 
+    def environment(self, **more: str) -> dict[str, str]:
+        """The variables of a server that has a lease of this hub."""
+        return {
+            "JUPYTERHUB_API_URL": self.url,
+            "JUPYTERHUB_API_TOKEN": TOKEN,
+            "GPUSPAWNER_LEASE_ID": "0a",
+            **more,
+        }
+
 
 @contextmanager
 def stand_in_hub() -> Iterator[StandInHub]:

@@ -25,7 +25,7 @@ import sqlalchemy as sa
 
 from gpuspawner.core.errors import GPUSpawnerError, NoDeviceFree
 from gpuspawner.db import audit
-from gpuspawner.leases.models import Request, ServerRef, Sharing, Terms
+from gpuspawner.leases.models import Lease, Request, ServerRef, Sharing, Terms
 from gpuspawner.services import Services
 from tests.support.brokers import T0, Clock, acquire, open_services
 from tests.support.processes import REPO
@@ -322,6 +322,25 @@ def look_after_sessions_until_killed(ready: Connection, url: str, clock: SharedC
             time.sleep(0.002)  # whoever sets the clock needs the processor
 
 
+class KeptLeases:
+    """Leases that threads take and give back, the oldest first."""
+
+    def __init__(self, services: Services) -> None:
+        self._leases = services.leases
+        self._ids: deque[str] = deque()
+
+    def keep(self, lease: Lease, most: int) -> None:
+        """Keep a lease; give one back if there are more than ``most`` now."""
+        self._ids.append(lease.id)
+        if len(self._ids) > most:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Release the oldest lease, if there is one."""
+        with suppress(IndexError):  # another thread gave the last one back
+            self._leases.release(self._ids.popleft(), reason="for others")
+
+
 def slots_and_whole_devices(
     gate: Barrier, url: str, seed: int, count: int, settings: dict[str, Any]
 ) -> tuple[list[str], list[str]]:
@@ -344,12 +363,8 @@ def slots_and_whole_devices(
     asked = [
         (f"member{chance.randrange(8)}", chance.choice(["slot", *requests])) for _ in range(count)
     ]
-    kept: deque[str] = deque()
+    kept = KeptLeases(services)
     wrong: list[str] = []
-
-    def give_back() -> None:
-        with suppress(IndexError):  # another thread gave the last one back
-            services.leases.release(kept.popleft(), reason="for others")
 
     def one(number: int) -> str:
         user, name = asked[number]
@@ -357,12 +372,10 @@ def slots_and_whole_devices(
         try:
             lease = services.leases.grant(server, requests[name], engine="docker")
         except GPUSpawnerError as error:
-            give_back()
+            kept.give_back()
             return f"{type(error).__name__}: {error}"
         wrong.extend(services.store.run(shared_wrongly))
-        kept.append(lease.id)
-        if len(kept) > 2:
-            give_back()
+        kept.keep(lease, most=2)
         return name
 
     gate.wait(120)
@@ -383,12 +396,8 @@ def members_and_others(
     services.monitoring.overview()
     chance = random.Random(seed)
     asked = [(chance.random() < 0.5, chance.random() < 0.33) for _ in range(count)]
-    kept: deque[str] = deque()
+    kept = KeptLeases(services)
     wrong: list[str] = []
-
-    def give_back() -> None:
-        with suppress(IndexError):  # another thread gave the last one back
-            services.leases.release(kept.popleft(), reason="for others")
 
     def one(number: int) -> str:
         is_lab, preemptible = asked[number]
@@ -397,15 +406,13 @@ def members_and_others(
         try:
             lease = services.leases.grant(server, request, engine="docker", terms=terms)
         except GPUSpawnerError as error:
-            give_back()
+            kept.give_back()
             return type(error).__name__
         model = lease.devices[0].model.partition("-")[0]
         who = [model, *(["lab"] if is_lab else []), *(["preemptible"] if preemptible else [])]
         if model == "A100" and len(who) == 1:
             wrong.append(f"{lease.server} has a device of vision-lab")
-        kept.append(lease.id)
-        if len(kept) > 1:
-            give_back()
+        kept.keep(lease, most=1)
         return " ".join(who)
 
     gate.wait(120)

@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from tests.support.lab import load_lab_module
-from tests.support.lab_server import TOKEN, StandInHub, lab_server, stand_in_hub
+from tests.support.lab_server import TOKEN, StandInHub, lab_server
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -50,12 +50,6 @@ def notebook(source: str = CELL, **metadata: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def stand_in(processes: None) -> Iterator[StandInHub]:
-    with stand_in_hub() as hub:
-        yield hub
-
-
-@pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The workspace, which the file browser shows from one folder above."""
     found = tmp_path_factory.mktemp("home") / "files" / "work"
@@ -65,13 +59,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(stand_in: StandInHub, work: Path) -> Iterator[str]:
-    environment = {
-        "JUPYTERHUB_API_URL": stand_in.url,
-        "JUPYTERHUB_API_TOKEN": TOKEN,
-        "GPUSPAWNER_LEASE_ID": "0a",
-        "GPUSPAWNER_ENVIRONMENT": "base",
-        "GPUSPAWNER_WORKSPACE": str(work),
-    }
+    environment = stand_in.environment(
+        GPUSPAWNER_ENVIRONMENT="base", GPUSPAWNER_WORKSPACE=str(work)
+    )
     with lab_server(work.parent, environment, program="jupyter_server") as url:
         yield url
 
@@ -231,12 +221,8 @@ def test_other_cells_have_no_parameters(tmp_path: Path, text: str) -> None:
 
 
 def test_without_a_workspace_there_is_nothing(stand_in: StandInHub, tmp_path: Path) -> None:
-    environment = {
-        "JUPYTERHUB_API_URL": stand_in.url,
-        "JUPYTERHUB_API_TOKEN": TOKEN,
-        "GPUSPAWNER_LEASE_ID": "0a",
-    }
-    (tmp_path / "files").mkdir()
-    with lab_server(tmp_path / "files", environment, program="jupyter_server") as url:
+    files = tmp_path / "files"
+    files.mkdir()
+    with lab_server(files, stand_in.environment(), program="jupyter_server") as url:
         answer = requests.post(f"{url}/gpuspawner/runs/quote", json={}, timeout=120)
         assert answer.status_code == 404

@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.support.axe import troubles
 from tests.support.browser import complaints_of_ours, screenshot
-from tests.support.lab_server import TOKEN, StandInHub, lab_server, stand_in_hub
+from tests.support.lab_server import StandInHub, lab_server
 from tests.support.notebooks import new_notebook
 from tests.support.pages import DRAWN, PHONE, WIDE
 from tests.support.processes import wait_for
@@ -83,12 +83,6 @@ NOTEBOOK = new_notebook(parameters="seed = 1\nname = 'birds'", work="print(seed)
 
 
 @pytest.fixture(scope="module")
-def stand_in(processes: None) -> Iterator[StandInHub]:
-    with stand_in_hub() as hub:
-        yield hub
-
-
-@pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("home") / "work"
     found.mkdir()
@@ -97,14 +91,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(stand_in: StandInHub, work: Path) -> Iterator[str]:
-    environment = {
-        "JUPYTERHUB_API_URL": stand_in.url,
-        "JUPYTERHUB_API_TOKEN": TOKEN,
-        "GPUSPAWNER_LEASE_ID": "0a",
-        "GPUSPAWNER_ENVIRONMENT": "base",
-        "GPUSPAWNER_WORKSPACE": str(work),
-        "GPUSPAWNER_READY_KERNEL": "0",
-    }
+    environment = stand_in.environment(
+        GPUSPAWNER_ENVIRONMENT="base",
+        GPUSPAWNER_WORKSPACE=str(work),
+        GPUSPAWNER_READY_KERNEL="0",
+    )
     with lab_server(work, environment, "--LabApp.expose_app_in_browser=True") as url:
         yield url
 

@@ -20,7 +20,7 @@ from gpuspawner.leases.models import Lease, Request, ServerRef
 from gpuspawner.notifications.models import NoticeKind
 from gpuspawner.service import disk_monitor
 from gpuspawner.service.disk_monitor import DiskDuty, WorkspaceDuty
-from gpuspawner.service.machines import HERE
+from gpuspawner.service.machines import HERE, Machines
 from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make
 from tests.support.rounds import SITE, ScriptedHub, make_tick, told
@@ -85,9 +85,8 @@ def now(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def duty_of(services: Services, engine: ScriptedEngine) -> DiskDuty:
     docker: Any = engine
-    return DiskDuty(
-        make_tick(services, ScriptedHub()), {HERE: DockerEngine(lambda: docker)}, lambda lease: HERE
-    )
+    here = Machines({HERE: DockerEngine(lambda: docker)}, lambda lease: HERE)
+    return DiskDuty(make_tick(services, ScriptedHub()), here)
 
 
 def server(services: Services, user: str, devices: int = 0) -> Lease:
@@ -184,9 +183,8 @@ async def test_engine_without_servers_is_not_queried(
 ) -> None:
     """Where servers are local processes there may be none at all."""
     engine.is_away = True
-    duty = DiskDuty(
-        make_tick(services, ScriptedHub()), {HERE: DockerEngine(lambda: 1 / 0)}, lambda lease: ""
-    )
+    nowhere = Machines({HERE: DockerEngine(lambda: 1 / 0)}, lambda lease: "")
+    duty = DiskDuty(make_tick(services, ScriptedHub()), nowhere)
     server(services, "ada")
     await duty.round()
     assert engine.measured == []

@@ -13,6 +13,7 @@ import pytest
 from gpuspawner.engines.docker import DockerEngine
 from gpuspawner.leases.models import Lease, Request, ServerRef
 from gpuspawner.service import resource_monitor
+from gpuspawner.service.machines import Machines
 from gpuspawner.service.resource_monitor import ResourceDuty
 from gpuspawner.services import Services
 from tests.support.brokers import Make
@@ -84,7 +85,8 @@ def duty(
 
     docker = {name: connected(engine) for name, engine in engines.items()}
     tick = make_tick(services, ScriptedHub())
-    return ResourceDuty(tick, docker, lambda lease: lease.server.name.removeprefix("run:"))
+    machines = Machines(docker, lambda lease: lease.server.name.removeprefix("run:"))
+    return ResourceDuty(tick, machines)
 
 
 def running(services: Services, user: str, name: str, engine: ScriptedEngine) -> Lease:
