@@ -27,7 +27,7 @@ from ..catalog.models import Environment
 from ..catalog.value_kinds import LOGO_TYPES
 from ..core.units import format_bytes, format_cores, format_devices, format_memory
 from ..devices.snapshots import Overview, ShareCount
-from ..leases.host_resources import HostAmount, guaranteed_to
+from ..leases.host_resources import NOTHING, HostAmount, guaranteed_to
 from ..leases.models import SHARE, Request, Sharing
 from ..ledger.rules import format_time_left
 from ..queue.positions import Outlook
@@ -204,10 +204,12 @@ def make_cards(
     outlooks: Mapping[str, Outlook],
     now: datetime,
     pages_url: str,
+    guaranteed: HostAmount = NOTHING,
 ) -> list[Card]:
     """Return a card for each environment.
 
-    ``outlooks`` are by slug. ``pages_url`` is the URL of the catalog's pages.
+    ``outlooks`` are by slug. ``pages_url`` is the URL of the catalog's pages. ``guaranteed`` is
+    what a server has where its environment guarantees nothing.
     """
     prices = PriceList(overview, environments, now)
     outlooks = {
@@ -220,7 +222,7 @@ def make_cards(
         Card(
             environment=environment,
             face=_face(environment, pages_url),
-            badges=_badges(environment, bool(prices.shares_of(environment))),
+            badges=_badges(environment, bool(prices.shares_of(environment)), guaranteed),
             devices=devices_of(environment, bool(prices.shares_of(environment))),
             text=first_words(environment.summary or environment.description),
             now=said(
@@ -236,12 +238,16 @@ def make_cards(
     ]
 
 
-def usual_request(environment: Environment) -> Request:
-    """Return the usual request in an environment, which its card describes."""
+def usual_request(environment: Environment, guaranteed: HostAmount = NOTHING) -> Request:
+    """Return the usual request in an environment, which its card describes.
+
+    ``guaranteed`` is what a server has where the environment guarantees nothing.
+    """
     usual = max(1, environment.devices.default)
     if environment.cpu_only:
-        return Request(**_guaranteed(environment).as_fields())
-    return _request(environment, SHARE if environment.sharing == "slot" else usual, "")
+        return Request(**_guaranteed(environment, guaranteed).as_fields())
+    count = SHARE if environment.sharing == "slot" else usual
+    return _request(environment, count, "", guaranteed=guaranteed)
 
 
 def devices_of(environment: Environment, shares: bool = False) -> str:
@@ -344,14 +350,14 @@ def _face(environment: Environment, pages_url: str) -> Markup:
 
 
 @lru_cache(maxsize=1024)
-def _badges(environment: Environment, shares: bool) -> Markup:
+def _badges(environment: Environment, shares: bool, guaranteed: HostAmount) -> Markup:
     of_one = Markup('<span class="badge text-bg-light border">{} {}</span>')
     shown = islice(environment.frameworks.items(), MOST_BADGES)
     found = [of_one.format(name, version) for name, version in shown]
     devices = Markup('<span class="badge text-bg-secondary">{}</span>')
     found.append(devices.format(devices_of(environment, shares)))
-    if guaranteed := _guaranteed(environment):
-        found.append(devices.format(f"{guaranteed} guaranteed"))
+    if kept := _guaranteed(environment, guaranteed):
+        found.append(devices.format(f"{kept} guaranteed"))
     return Markup(" ").join(found)
 
 
@@ -387,10 +393,12 @@ def read_details(
     environment: Environment,
     groups: Collection[str],
     usual: Mapping[str, object] | None = None,
+    guaranteed: HostAmount = NOTHING,
 ) -> Details:
     """Return the details of an environment for a reader in these groups. Reads files.
 
-    ``usual`` are the hub's own ``mem_limit`` and ``cpu_limit``, for an environment without one.
+    ``usual`` are the hub's own ``mem_limit`` and ``cpu_limit``, for an environment without one;
+    ``guaranteed`` is what a server has where its environment guarantees nothing.
     """
     troubles: list[str] = []
 
@@ -411,7 +419,7 @@ def read_details(
         packages_left_out=max(0, len(packages) - MOST_PACKAGES),
         changes=read("changes", lambda text: to_html(text, 3), ""),
         notebook=read("sample_notebook", read_notebook, None),
-        limits=_limits(environment, usual or {}),
+        limits=_limits(environment, usual or {}, _guaranteed(environment, guaranteed)),
         data=tuple(mount.name for mount in catalog.mounts_for(environment, groups)),
         troubles=tuple(troubles),
     )
@@ -431,10 +439,11 @@ def logo_file(catalog: Catalog, environment: Environment) -> tuple[bytes, str]:
     return content, LOGO_TYPES[Path(environment.logo).suffix.lower()]
 
 
-def _limits(environment: Environment, usual: Mapping[str, object]) -> dict[str, str]:
+def _limits(
+    environment: Environment, usual: Mapping[str, object], kept: HostAmount
+) -> dict[str, str]:
     e, hours = environment, environment.hours.max
     memory, cores = e.mem_limit or usual.get("mem_limit"), e.cpu_limit or usual.get("cpu_limit")
-    kept = _guaranteed(e)
     return {
         "cores_guaranteed": format_cores(kept.milli_cpus) if kept.milli_cpus else "",
         "memory_guaranteed": format_bytes(kept.memory_bytes) if kept.memory_bytes else "",
@@ -456,16 +465,18 @@ def wait_tables(
     ask: Ask,
     now: datetime,
     by_memory: Mapping[str, Sequence[MemoryChoice]] | None = None,
+    guaranteed: HostAmount = NOTHING,
 ) -> Tables[str]:
     """Return a sentence on the wait for each choice of the form.
 
     ``ask`` returns how requests would fare, as
     :meth:`gpuspawner.queue.positions.PositionService.outlooks` does. With ``by_memory``, the
     answer is about these choices in place of the ``counts`` and ``models``, by slug.
+    ``guaranteed`` is what a server has where its environment guarantees nothing.
     """
     alike = group_alike(
         (e for e in environments if not e.cpu_only),
-        lambda e: (e.devices, e.models, e.min_memory, e.sharing, _guaranteed(e)),
+        lambda e: (e.devices, e.models, e.min_memory, e.sharing, _guaranteed(e, guaranteed)),
     )
     choices = [
         list(product(counts, ["", *models], [0])) if by_memory is None else by_memory[some[0].slug]
@@ -474,7 +485,7 @@ def wait_tables(
     if sum(map(len, choices)) > MOST_CHOICES:
         return Tables({}, ())
     requests = {
-        f"{at}|{choice_key(*choice)}": _request(some[0], *choice)
+        f"{at}|{choice_key(*choice)}": _request(some[0], *choice, guaranteed=guaranteed)
         for at, some in enumerate(alike)
         for choice in choices[at]
     }
@@ -499,7 +510,14 @@ def sentence(outlook: Outlook, now: datetime) -> str:
     return "Not enough are free now. You would wait in the queue."
 
 
-def _request(environment: Environment, count: int | str, model: str, memory: int = 0) -> Request:
+def _request(
+    environment: Environment,
+    count: int | str,
+    model: str,
+    memory: int = 0,
+    *,
+    guaranteed: HostAmount,
+) -> Request:
     """Return the request of a choice of the form; one without devices if nobody can have it."""
     is_share = isinstance(count, str)
     devices = 1 if isinstance(count, str) else count
@@ -513,10 +531,13 @@ def _request(environment: Environment, count: int | str, model: str, memory: int
         models=environment.models,
         memory_bytes=max(environment.min_memory, memory * 10**9),
         smallest=memory > 0,
-        **_guaranteed(environment).as_fields(),
+        **_guaranteed(environment, guaranteed).as_fields(),
     )
 
 
-def _guaranteed(environment: Environment) -> HostAmount:
-    """Return what a server is guaranteed with the usual options of an environment."""
-    return guaranteed_to(environment.with_options({}))
+def _guaranteed(environment: Environment, usual: HostAmount) -> HostAmount:
+    """Return what a server is guaranteed with the usual options of an environment.
+
+    ``usual`` is for an environment that guarantees nothing itself.
+    """
+    return guaranteed_to(environment.with_options({}), usual)

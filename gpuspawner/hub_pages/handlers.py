@@ -20,6 +20,7 @@ from jupyterhub.apihandlers.base import APIHandler
 from jupyterhub.handlers.base import BaseHandler
 from jupyterhub.handlers.pages import RootHandler
 from jupyterhub.objects import Server
+from jupyterhub.traitlets import ByteSpecification
 from jupyterhub.user import User
 from jupyterhub.utils import url_escape_path
 from markupsafe import Markup
@@ -35,6 +36,7 @@ from ..catalog.models import DeviceLimits, Environment
 from ..core.errors import GPUSpawnerError, RequestTooLarge
 from ..core.units import format_bytes, format_credits, format_price
 from ..devices.snapshots import ModelCount, Overview
+from ..leases.host_resources import NOTHING, HostAmount
 from ..ledger.models import Account
 from ..queue.positions import Outlook
 from ..runs.file_views import NEXT
@@ -169,10 +171,23 @@ class CatalogPages(Configurable):
         overview = self._overview().usable_by(reader.groups, now)
         outlooks = self._outlooks(some, reader)
         url = f"{self.settings['hub'].base_url}environments"
-        return State(overview, make_cards(some, overview, outlooks, now, url))
+        cards = make_cards(some, overview, outlooks, now, url, self.usual_guarantee())
+        return State(overview, cards)
+
+    def usual_guarantee(self) -> HostAmount:
+        """Return what the spawner's traits guarantee where an environment guarantees nothing.
+
+        As configured for everybody: readers have no spawner, whose traits their groups may change.
+        Nothing if the host has no budget.
+        """
+        if self.services.leases.budget is None:
+            return NOTHING
+        memory, cpus = (self.configured(name) or 0 for name in ("mem_guarantee", "cpu_guarantee"))
+        return HostAmount.of(ByteSpecification().validate(None, memory), float(cpus))
 
     def _outlooks(self, some: Sequence[Environment], reader: Reader) -> dict[str, Outlook]:
-        requests = {e.slug: usual_request(e) for e in some}
+        guaranteed = self.usual_guarantee()
+        requests = {e.slug: usual_request(e, guaranteed) for e in some}
         return self.services.positions.outlooks(requests, reader.name, reader.groups)
 
     def _overview(self) -> Overview:
@@ -357,7 +372,10 @@ class EnvironmentPage(HubPageHandler):
         environment, groups = self.environment(slug), self.groups
         state = await self.ask(self.site.state, [environment], self.reader)
         usual = {name: self.site.configured(name) for name in ("mem_limit", "cpu_limit")}
-        details = await self.ask(read_details, self.catalog(), environment, groups, usual)
+        guaranteed = self.site.usual_guarantee()
+        details = await self.ask(
+            read_details, self.catalog(), environment, groups, usual, guaranteed
+        )
         for trouble in details.troubles:
             self.log.warning("The catalog: %s", trouble)
         now = self.site.services.clock()

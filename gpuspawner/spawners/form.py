@@ -28,6 +28,7 @@ from ..devices.models import DeviceStatus
 from ..devices.snapshots import Overview
 from ..hub_pages.cards import PAGE, make_cards, usual_request, wait_tables
 from ..hub_pages.prices import PriceList, model_label, share_choice, share_note
+from ..leases.host_resources import HostAmount
 from ..leases.models import SHARE, LeaseState, Request
 from ..ledger.models import member_account
 from ..ledger.rules import check_payer, format_time_left
@@ -250,6 +251,8 @@ class FormLimits:
     data: list[DataChoice]
     hours: dict[str, SessionHours]
     """Session limits by slug, for environments with devices."""
+    guaranteed: HostAmount
+    """What a server has where its environment guarantees nothing."""
     show_environments: bool
     catalog_problem: str
     pages_url: str
@@ -272,8 +275,9 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     prices = price_list(services, overview, shown, payers, groups)
     now = prices.now
     ask = partial(services.positions.outlooks, member=user, groups=groups)
-    outlooks = ask({e.slug: usual_request(e) for e in shown})
-    cards = make_cards(shown, overview, outlooks, now, limits.pages_url)
+    guaranteed = limits.guaranteed
+    outlooks = ask({e.slug: usual_request(e, guaranteed) for e in shown})
+    cards = make_cards(shown, overview, outlooks, now, limits.pages_url, guaranteed)
     lines = prices.lines(account)
     fields = {e.slug: environment_fields(e, prices, limits) for e in shown}
     shares = list(dict.fromkeys(share for e in shown for share in prices.shares_of(e)))
@@ -286,7 +290,7 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     paying = {a.name: a for a in payers.accounts}
     who = [(choice.account, paying[choice.account]) for choice in offered] or [("", account)]
     models = [count.model for count in overview.models]
-    waits = wait_tables(shown, counts, models, ask, now)
+    waits = partial(wait_tables, shown, counts, models, ask, now, guaranteed=guaranteed)
     by_memory = {e.slug: prices.choices_by_memory(e, counts, last.gpu_memory) for e in shown}
     memories = sorted({memory for some in by_memory.values() for _, _, memory in some})
     hours = list(limits.hours.values())
@@ -320,10 +324,10 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
         shown_at=prices.now.astimezone(timezone.utc).isoformat(),
         told={
             "costs": asdict(cost()),
-            "waits": asdict(waits),
+            "waits": asdict(waits()),
             "by_memory": {
                 "costs": asdict(cost(by_memory=by_memory)),
-                "waits": asdict(wait_tables(shown, counts, models, ask, now, by_memory)),
+                "waits": asdict(waits(by_memory=by_memory)),
             },
             "fields": {slug: asdict(each) for slug, each in fields.items()},
         },
@@ -429,13 +433,17 @@ class _Owner(Protocol):
     async def refresh_catalog(self) -> None: ...
     def catalog_problem(self) -> str: ...
     def most_gpus(self) -> int: ...
+    def usual_guarantee(self) -> HostAmount: ...
     def session_hours(self, environment: Environment) -> SessionHours: ...
     def parse_options(self, fields: Mapping[str, Any]) -> options.FormChoice: ...
     def refusal(self, error: GPUSpawnerError) -> FailedSpawn: ...
     def set_trait(self, name: str, value: Any) -> None: ...
 
 
-_LIMITS = ("gpu_limit", "default_hours", "most_hours", "workspace_quota")
+_LIMITS = (
+    *("gpu_limit", "default_hours", "most_hours", "workspace_quota"),
+    *("mem_guarantee", "cpu_guarantee"),
+)
 """Traits that determine what the form offers."""
 
 
@@ -482,6 +490,7 @@ class SpawnForm:
             most_gpus=spawner.most_gpus(),
             data=data_choices(catalog, shown, spawner.group_names, last.data),
             hours={e.slug: spawner.session_hours(e) for e in shown if not e.cpu_only},
+            guaranteed=spawner.usual_guarantee(),
             show_environments=bool(spawner.catalog),
             catalog_problem=spawner.catalog_problem(),
             pages_url=f"{spawner.hub.base_url}environments",

@@ -36,6 +36,10 @@ c.GPULocalSpawner.catalog = "{folder}/catalog.yaml"
 c.GPUHost.memory = "7G"
 c.GPUHost.system_memory = "1G"
 c.GPUHost.cpus = 16
+c.JupyterHub.load_groups = {{"heavy": {{"users": ["fay"]}}}}
+c.GPULocalSpawner.group_overrides = {{
+    "heavy": {{"groups": ["heavy"], "spawner_override": {{"mem_guarantee": "3G"}}}}
+}}
 """
     with PayingHub(folder / "hub", config) as hub:
         yield hub
@@ -69,6 +73,8 @@ def test_server_without_a_gpu_waits_for_memory(hub: PayingHub, browser: Browser)
     hub.wait_server("bob")
     got = hub.lease_of("bob")
     assert got is not None and (got.devices, got.host) == ((), HostAmount(4 * GB))
+    for user in ("bob", "cleo"):
+        hub.stop_server(user)
 
 
 def test_more_than_the_machine_has_is_refused_at_once(hub: PayingHub) -> None:
@@ -76,3 +82,46 @@ def test_more_than_the_machine_has_is_refused_at_once(hub: PayingHub) -> None:
     sentence = "guarantees its server 9.0 GB of memory, but this machine has 6.0 GB of memory"
     assert sentence in hub.failure("eve")
     assert hub.lease_of("eve") is None and ticket_of(hub, "eve") is None
+
+
+def test_form_counts_what_a_group_is_guaranteed(hub: PayingHub) -> None:
+    hub.start_server("ada", environment="torch", gpus=1)
+    waits = "waits for 3.0 GB of memory (2.0 GB free)"
+    assert waits in hub.open_page("fay", "/hub/spawn").text
+    assert waits not in hub.open_page("gus", "/hub/spawn").text
+    assert hub.spawn("fay", {"environment": "base", "gpus": 1}).status_code == 202
+    wait_for(partial(ticket_of, hub, "fay"), "fay's ticket", timeout=10)
+    hub.stop_server("ada")
+    hub.wait_server("fay")
+    got = hub.lease_of("fay")
+    assert got is not None and got.host == HostAmount(3 * GB)
+    hub.stop_server("fay")
+
+
+def test_pages_and_starts_count_the_usual_guarantee(hubs: None, folder: Path) -> None:
+    """Environments that guarantee nothing have the spawner's own guarantee, up to their limits."""
+    catalog = """
+environments:
+  - {slug: torch, image: none, default: true}
+  - {slug: small, image: none, devices: {max: 0}, mem_limit: 1G}
+"""
+    (folder / "usual.yaml").write_text(catalog, encoding="utf-8")
+    config = f"""{CONFIG}
+c.GPULocalSpawner.catalog = "{folder}/usual.yaml"
+c.GPULocalSpawner.mem_guarantee = "4G"
+c.GPUHost.memory = "7G"
+c.GPUHost.system_memory = "1G"
+"""
+    with PayingHub(folder / "usual", config) as hub:
+        assert hub.start_server("ada", gpus=1).host == HostAmount(4 * GB)
+        waits = "waits for 4.0 GB of memory (2.0 GB free)"
+        for path in ("spawn", "environments", "environments/torch"):
+            text = hub.open_page("bob", f"/hub/{path}").text
+            assert waits in text, path
+            assert "4.0 GB of memory guaranteed" in text, path
+        form = hub.open_page("bob", "/hub/spawn").text
+        assert "You would wait in the queue for 4.0 GB of memory" in form
+        assert "1.0 GB of memory guaranteed" in form, "up to the environment's limit"
+        assert hub.start_server("cleo", environment="small").host == HostAmount(GB)
+        assert hub.spawn("bob", {"environment": "torch", "gpus": 1}).status_code == 202
+        wait_for(partial(ticket_of, hub, "bob"), "bob's ticket", timeout=10)

@@ -27,9 +27,11 @@ from gpuspawner.hub_pages.cards import (
     usual_request,
     wait_tables,
 )
+from gpuspawner.leases.host_resources import HostAmount
 from gpuspawner.leases.models import Request
 from gpuspawner.queue.models import Estimate
 from gpuspawner.queue.positions import Outlook
+from gpuspawner.spawners.options import FormChoice, resolve
 
 MINUTE = timedelta(minutes=1)
 NOW = datetime(2026, 3, 2, 12, tzinfo=timezone.utc)
@@ -65,6 +67,24 @@ def test_card_and_form_state_what_the_host_lacks() -> None:
     wide = TORCH.model_copy(update={"cpu_guarantee": 4.0})
     asked = usual_request(wide)
     assert (asked.devices, asked.host_milli_cpus) == (1, 4000)
+
+
+def test_card_and_form_ask_for_the_usual_guarantee_as_a_start_does() -> None:
+    usual = HostAmount(2**33, 500)
+    limited = TORCH.model_copy(update={"mem_limit": 2**30, "slug": "limited"})
+    own = TORCH.model_copy(update={"mem_guarantee": 2**34, "slug": "own"})
+    asked: list[Request] = []
+
+    def ask(requests: Mapping[str, Request]) -> dict[str, Outlook]:
+        asked.extend(requests.values())
+        return dict.fromkeys(requests, busy())
+
+    wait_tables([TORCH, limited, own], [1], [], ask, NOW, guaranteed=usual)
+    for environment, request in zip([TORCH, limited, own], asked, strict=True):
+        start = resolve(FormChoice(), environment, 1, usual)
+        assert request.host == usual_request(environment, usual).host == start.host
+    assert [request.host_memory_bytes for request in asked] == [2**33, 2**30, 2**34]
+    assert usual_request(CPU, usual).host == resolve(FormChoice(gpus=0), CPU, 1, usual).host
 
 
 def test_card_and_form_state_the_expected_start() -> None:
