@@ -121,6 +121,13 @@ class PlacementIndex:
             return request
         return replace(request, groups=mine, preemptible=preemptible)
 
+    def why_reserved(self, request: Request) -> str:
+        """Return the sentence that only devices reserved for others suit a request; else empty."""
+        if suitable(request, self._existing):
+            return ""
+        reserved = reserved_for_others(request, self._existing)
+        return _reserved(request, reserved) if reserved else ""
+
     def differs_in_reservations(self, other: PlacementIndex) -> bool:
         """Return True if a device that both have is reserved in another way there."""
         if not self._reserving and not other._reserving:

@@ -158,6 +158,8 @@ class Card:
     """Availability, such as ``3 of 8 GPUs free now``, and the wait if there is one."""
     at_once: bool
     """True if a server would start without a wait."""
+    reserved: str
+    """The sentence that its GPUs are reserved for others; empty if it has GPUs for the reader."""
     price: str
     """The price of one device; empty if no device fits."""
 
@@ -232,6 +234,7 @@ def make_cards(
                 what="share" if environment.sharing == "slot" else "GPU",
             ),
             at_once=outlooks[environment.slug].at_once,
+            reserved=outlooks[environment.slug].reserved,
             price=prices.of(environment),
         )
         for environment in environments
@@ -277,7 +280,7 @@ def said(outlook: Outlook, now: datetime, *, cpu_only: bool = False, what: str =
     if cpu_only:
         return f"Waits for {outlook.lacking}" if outlook.lacking else "Available now"
     if not outlook.total:
-        return "No suitable GPU in service"
+        return outlook.reserved or "No suitable GPU in service"
     plural = "" if outlook.total == 1 else "s"
     free, total = map(format_devices, (outlook.free, outlook.total))
     free = f"{free} of {total} {what}{plural} free now"

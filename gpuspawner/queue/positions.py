@@ -115,6 +115,8 @@ class Outlook:
     """Its position in the queue; 0 if it would not wait, or if that is not known."""
     lacking: str = ""
     """What the host lacks for it: ``32.0 GB of memory (8.0 GB free)``."""
+    reserved: str = ""
+    """The sentence that only devices reserved for others suit it; empty if that is not so."""
 
     def start(self, now: datetime, show: Show = zoned) -> str:
         """Format the expected start, as :meth:`QueuePosition.start` does for a ticket."""
@@ -490,7 +492,8 @@ class PositionService:
     ) -> Outlook:
         request, member, groups, seconds = newcomer
         if not self.line.kinds(request):
-            return Outlook(free=0, total=0, at_once=False)
+            reserved = self.line.supply.fleet.why_reserved(request)
+            return Outlook(free=0, total=0, at_once=False, reserved=reserved)
         host_left = self.line.host_left(request)
         lacking = "" if host_left is None else request.host.lacking(host_left)
         # For memory and CPU cores, a request may have to wait behind any other.

@@ -87,3 +87,26 @@ def test_others_get_what_is_not_reserved(hub: PayingHub) -> None:
     assert RESERVED not in bob.uuids and ada.uuids == (RESERVED,)
     for user in ("ada", "bob"):
         hub.stop_server(user)
+
+
+def test_card_says_for_whom_its_gpus_are_reserved(hubs: None, folder: Path) -> None:
+    (folder / "catalog.yaml").write_text(
+        """
+environments:
+  - {slug: files, image: none, default: true, devices: {max: 0}}
+  - {slug: torch, image: none, models: [A100]}
+""",
+        encoding="utf-8",
+    )
+    config = f"""
+c.GPULocalSpawner.catalog = "{folder}/catalog.yaml"
+c.JupyterHub.load_groups = {{"vision-lab": {{"users": ["ada"]}}}}
+c.GPUDevices.reserved = {{"A100": ["vision-lab"]}}
+"""
+    says = "All A100 GPUs here are reserved for vision-lab."
+    with PayingHub(folder / "cards", config) as hub:
+        for path, times in (("spawn", 1), ("environments", 1), ("environments/torch", 2)):
+            assert words(hub.open_page("bob", f"/hub/{path}")).count(says) == times, path
+            assert says not in words(hub.open_page("ada", f"/hub/{path}")), path
+        answer = hub.spawn("bob", {"environment": "torch", "gpus": 1})
+        assert (answer.status_code, message_of(answer)) == (400, says)

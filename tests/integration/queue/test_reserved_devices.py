@@ -12,7 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gpuspawner.catalog.models import Environment
 from gpuspawner.core.errors import NoDeviceFree, TooManyTickets, TooMuchAsked
+from gpuspawner.hub_pages.cards import said, usual_request
 from gpuspawner.leases.models import YIELD_SECONDS, Lease, Request, ServerRef, Sharing, Terms
 from gpuspawner.queue.kinds import parts_of
 from gpuspawner.queue.models import Ticket
@@ -89,6 +91,24 @@ def test_others_never_get_a_reserved_device(make: Make) -> None:
     assert standing.why == "a GPU; none is free"
     mine = waits(services, "ada", LAB)
     assert [(x.ticket_id, models(x)) for x in start_all(services)] == [(mine.id, ["A100"])]
+
+
+@pytest.mark.parametrize("sharing", ["whole", "slot"])
+def test_card_says_what_a_refused_start_says(make: Make, sharing: str) -> None:
+    services = make(**BOTH, shared_devices={"A100": 2}, reserved=KEPT)
+    a100 = Environment(image="lab", slug="a100", models=("A100",), sharing=sharing)
+    request = usual_request(a100)
+    now = services.clock()
+    with pytest.raises(TooMuchAsked) as refused:
+        services.positions.require_fit(request, frozenset())
+    outlook = services.positions.outlooks({"it": request})["it"]
+    assert said(outlook, now) == refused.value.message
+    assert "reserved for vision-lab" in said(outlook, now)
+    mine = services.positions.outlooks({"it": request}, "ada", LAB)["it"]
+    assert (mine.reserved, mine.total > 0) == ("", True)
+    missing = usual_request(a100.model_copy(update={"models": ("H100",)}))
+    gone = services.positions.outlooks({"it": missing})["it"]
+    assert said(gone, now) == "No suitable GPU in service"
 
 
 def test_member_of_the_group_waits_for_both(make: Make) -> None:
