@@ -129,6 +129,7 @@ def check(settings: Settings, no_containers: bool) -> int:
 def findings(settings: Settings, *, containers: bool = True) -> Iterator[CheckFinding]:
     """Yield every check, in the order of their dependencies."""
     # JupyterHub is imported here, after the first output of the other commands: it is slow.
+    from .check_host import check_host
     from .check_hub import check_proxy, check_services
     from .check_servers import check_docker, check_local
     from .check_slurm import check_slurm
@@ -158,6 +159,9 @@ def findings(settings: Settings, *, containers: bool = True) -> Iterator[CheckFi
         yield CheckFinding(
             "driver", Status.FAIL, old, "Install a newer driver, or change the entry."
         )
+    if hub is not None and hub.leases_gpus and not hub.cluster_file:
+        host = check_host(hub, catalog, settings.services.host, inventory)
+        yield from _whatever_happens("host budget", host)
     if hub is None:
         for name in NEED_HUB:
             yield CheckFinding(name, Status.UNCHECKED, "The configuration is not valid.")

@@ -156,6 +156,13 @@ class HostBudget:
         left = self.total - reserved
         return left if has_devices else left - self.per_free_gpu.for_devices(free_devices)
 
+    def limited(self, amount: HostAmount) -> HostAmount:
+        """Return an amount without what has no budget."""
+        return HostAmount(
+            0 if self.total.memory_bytes == UNLIMITED else amount.memory_bytes,
+            0 if self.total.milli_cpus == UNLIMITED else amount.milli_cpus,
+        )
+
     def summary(self, reserved: HostAmount) -> str:
         """Describe how much is reserved: ``40.0 GB of 92.0 GB of memory reserved``."""
         parts = []

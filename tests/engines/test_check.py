@@ -240,6 +240,37 @@ def test_every_catalog_image_and_dataset_is_checked(
     assert checked["datasets"]["text"] == "Not there: mnist (/nowhere/mnist)."
 
 
+def test_budget_of_the_host_is_compared_with_the_catalog(
+    check: Check, images: Any, tmp_path: Path
+) -> None:
+    catalog = tmp_path / "catalog.yaml"
+    catalog.write_text(
+        "environments:\n"
+        f"  - {{slug: torch, image: '{images.INSTANT}', mem_guarantee: 32G}}\n"
+        f"  - {{slug: files, image: '{images.INSTANT}', devices: {{max: 0}}}}\n"
+    )
+    config = f"""
+c.GPUSpawnerMixin.catalog = {str(catalog)!r}
+c.GPUDockerSpawner.mem_guarantee = "4G"
+c.GPUHost.memory = "20G"
+c.GPUHost.memory_per_free_gpu = "7G"
+"""
+    checked = check(config, NO_CONTAINERS)
+    assert (checked.code, checked.red) == (1, ["host budget", "host budget"])
+    large, starved = [c for c in checked.checks if c["name"] == "host budget"]
+    assert large["text"].startswith("A server of torch is guaranteed 32.0 GB of memory, but")
+    assert "files would wait for 4.0 GB of memory (2.0 GB free)" in starved["text"]
+    assert 'c.GPUHost.memory_per_free_gpu = "6G" at most' in starved["remedy"]
+    catalog.write_text(catalog.read_text().replace("32G", "16G"))
+    checked = check(f'{config}c.GPUHost.memory_per_free_gpu = "6G"\n', NO_CONTAINERS)
+    assert (checked.code, checked["host budget"]["status"]) == (0, "ok")
+    alone = '\nc.GPUDockerSpawner.mem_guarantee = "4G"\nc.GPUHost.memory = "7G"\n'
+    single = check(alone, NO_CONTAINERS)
+    assert single["host budget"]["remedy"].startswith(
+        'Write c.GPUDockerSpawner.mem_guarantee = "3G" at most'
+    )
+
+
 def test_missing_image_leaves_the_hub_address_unchecked(check: Check) -> None:
     checked = check(image="gpuspawner/nowhere:1")
     assert (checked.code, checked.red) == (1, ["image"])
