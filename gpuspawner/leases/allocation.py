@@ -29,7 +29,7 @@ from ..ledger.models import Account
 from ..ledger.repository import HOLDS
 from .host_resources import HostAmount
 from .models import ServerRef
-from .repository import CLOSED, HELD, PAYS, PLACES, RESERVED
+from .repository import CLOSED, HELD, PAYS, PLACES, RESERVED, kept_host
 
 _of_account = sa.bindparam("account", type_=sa.Text)
 _server = (
@@ -98,7 +98,10 @@ class AllocationContext:
     kept: frozenset[str]
     """The UUIDs of the devices reserved for this server, which restarts with them."""
     reserved: HostAmount | None = None
-    """What open leases have reserved of the host's memory and CPU, if that was asked."""
+    """What is reserved for others of the host's memory and CPU, if that was asked.
+
+    For open leases, and for servers that restart.
+    """
 
 
 def read(
@@ -114,7 +117,11 @@ def read(
     lease_id, places, closed, has_rates, due, is_paying, balance, held, former, shared, kept = (
         found[:_LENGTH]
     )
-    host = found[_LENGTH:]
+    reserved = None
+    if with_host:
+        reserved = HostAmount(*map(int, found[_LENGTH:]))
+        if closed:  # else nothing is kept for a restart either
+            reserved += kept_host(connection, but=server)
     return AllocationContext(
         lease_id=lease_id,
         taken=frozenset(" ".join(filter(None, (places, closed))).split()),
@@ -125,5 +132,5 @@ def read(
         is_former=former,
         overdraft=shared,
         kept=frozenset((kept or "").split()),
-        reserved=HostAmount(*map(int, host)) if host else None,
+        reserved=reserved,
     )

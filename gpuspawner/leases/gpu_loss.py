@@ -1,8 +1,9 @@
 """Restarts of servers that lost their devices inside the container, with the same devices.
 
-A restart is an ordinary stop order; the same transaction closes the devices to everybody else. The
-accounting service has the server stopped and started again with the same options, and its grant
-reopens the devices. If that fails, they are reopened for everybody after some minutes.
+A restart is an ordinary stop order; the same transaction closes the devices to everybody else.
+While they are closed, the server's memory and CPU of the host stay reserved, too. The accounting
+service has the server stopped and started again with the same options, and its grant reopens the
+devices. If that fails, they are reopened for everybody after some minutes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Memory and CPU of the host: what servers are guaranteed, and how much of it there is. Pure.
 
 One host runs all servers (Docker or local processes). What a lease is guaranteed is reserved for
-it from the grant until its end, whether its server uses it or not.
+it from the grant until its end, whether its server uses it or not. If the server then restarts with
+the same devices, it stays reserved as long as they are kept.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class HostBudget:
         """Return what a start may still have; negative if more is reserved than the budget.
 
         Args:
-            reserved: The guarantees of all open leases.
+            reserved: The guarantees of all open leases and restarts.
             free_devices: Devices that could be granted now; a slot of four counts as 1/4.
             has_devices: True for a start with a device, which may use all of the budget.
         """

@@ -31,7 +31,7 @@ from ..db.schema import (
 from ..devices import closures as devices_closures
 from ..devices.closures import SUBJECTS, Closure, keeper, kept_for
 from ..monitoring import repository as monitoring_repository
-from .host_resources import HostAmount
+from .host_resources import NOTHING, HostAmount
 from .models import NO_SLOT, Lease, LeasedDevice, LeaseState, ServerRef, Slot
 
 _LEASE_FIELDS = tuple(n for n in Lease.__dataclass_fields__ if n not in ("server", "devices"))
@@ -52,7 +52,7 @@ RESERVED = tuple(
     sa.select(sa.func.coalesce(sa.func.sum(column), 0)).where(OPEN_LEASE)
     for column in (leases.c.host_memory_bytes, leases.c.host_milli_cpus)
 )
-"""Memory and CPU of the host that open leases have reserved; :func:`reserved` reads both."""
+"""Memory and CPU of the host that open leases have reserved."""
 _RESERVED = sa.select(*(each.scalar_subquery() for each in RESERVED))
 _TAKEN = sa.select(lease_places.c.uuid, lease_places.c.slot, lease_places.c.lease_id).where(
     OPEN_PLACE
@@ -157,9 +157,9 @@ def places_taken(connection: sa.Connection) -> frozenset[str]:
 
 
 def reserved(connection: sa.Connection) -> HostAmount:
-    """Return how much of the host's memory and CPU is reserved for open leases."""
+    """Return how much of the host's memory and CPU is reserved for open leases and restarts."""
     memory, cpus = connection.execute(_RESERVED).one()
-    return HostAmount(int(memory), int(cpus))
+    return HostAmount(int(memory), int(cpus)) + kept_host(connection)
 
 
 def had_one(connection: sa.Connection, ticket_id: str, server: ServerRef) -> bool:
@@ -448,6 +448,19 @@ def ending(connection: sa.Connection) -> list[Lease]:
     """Return the leases, ended or not, of all servers that are restarting."""
     found = (last_lease(connection, server) for server in all_kept_devices(connection))
     return [lease for lease in found if lease]
+
+
+def kept_host(connection: sa.Connection, *, but: ServerRef | None = None) -> HostAmount:
+    """Return the memory and CPU of the host that are kept for servers stopped for a restart.
+
+    As much as their leases had, as long as their devices are kept. ``but``: without this server.
+    """
+    stopped = (
+        lease
+        for lease in ending(connection)
+        if lease.state is LeaseState.ENDED and lease.server != but
+    )
+    return sum((lease.host for lease in stopped), NOTHING)
 
 
 def go_on_resting(connection: sa.Connection, lease: Lease) -> None:

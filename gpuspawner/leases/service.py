@@ -236,7 +236,7 @@ class LeaseService:
         return lease
 
     def host_reserved(self) -> HostAmount:
-        """Return how much of the host's memory and CPU open leases have reserved."""
+        """Return how much of the host's memory and CPU is reserved, also for restarts."""
         return self.store.run(repository.reserved)
 
     def require_budget(self, request: Request) -> None:

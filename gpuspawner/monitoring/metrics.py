@@ -308,7 +308,7 @@ class HubCollector(Collector):
         if budget is None:
             return
         reserved, total = self.services.leases.host_reserved(), budget.total
-        what = "of this machine that open leases have reserved"
+        what = "of this machine that open leases and restarts have reserved"
         yield _gauge("host_memory_reserved_bytes", f"Bytes of memory {what}", reserved.memory_bytes)
         yield _gauge("host_cpus_reserved", f"CPU cores {what}", reserved.milli_cpus / 1000)
         what = "that leases may reserve together"

@@ -18,7 +18,7 @@ class HostUse:
     """What a decision finds on the host."""
 
     reserved: HostAmount = NOTHING
-    """For open leases, without those that yield to every start."""
+    """For open leases and restarts, without leases that yield to every start."""
     free_devices: DeviceCount = 0
     """Devices that could be granted now."""
 

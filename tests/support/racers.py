@@ -23,11 +23,11 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from gpuspawner.core.errors import GPUSpawnerError, NoDeviceFree
+from gpuspawner.core.errors import GPUSpawnerError, HostFull, NoDeviceFree
 from gpuspawner.db import audit
 from gpuspawner.leases.models import Lease, Request, ServerRef, Sharing, Terms
 from gpuspawner.services import Services
-from tests.support.brokers import T0, Clock, acquire, open_services
+from tests.support.brokers import T0, Clock, acquire, open_services, running
 from tests.support.processes import REPO
 
 
@@ -190,6 +190,65 @@ def many_reserve(
     found = list(services.store.executor.map(reserve, range(count)))
     services.store.close()
     return [answer for answers in found for answer in answers]
+
+
+def some_always_ask(
+    gate: Barrier, url: str, prefix: str, asked: Any, done: Any, settings: dict[str, Any]
+) -> list[str]:
+    """Ask for 4 GB until it is done, one server after another, and tell ``asked`` of each.
+
+    Who gets nothing gives the oldest lease back. Returns what was reserved beyond the budget.
+    """
+    services = open_services(url, **settings)
+    budget = services.leases.budget
+    assert budget is not None
+    held: deque[str] = deque()
+    wrong = []
+    gate.wait(120)
+    for number in range(MOST_TRIES):
+        if done.is_set():
+            break
+        try:
+            lease = acquire(services, f"{prefix}-{number}", 0, host_memory_bytes=4 * 2**30)
+            held.append(lease.id)
+        except HostFull:
+            if held:
+                services.leases.release(held.popleft(), reason="for others")
+        reserved = services.leases.host_reserved()
+        if not reserved.fits(budget.total):
+            wrong.append(str(reserved))
+        asked.release()
+    services.store.close()
+    return wrong
+
+
+def one_restarts(
+    gate: Barrier, url: str, user: str, times: int, asked: Any, done: Any, settings: dict[str, Any]
+) -> list[str]:
+    """A server with a device and 16 GB restarts with them; how each start went.
+
+    Between its stop and its start, others ask at least 24 times.
+    """
+    services = open_services(url, **settings)
+    lease = running(services, user, host_memory_bytes=16 * 2**30)
+    gate.wait(120)
+    answers = []
+    try:
+        for _ in range(times):
+            services.restarts.tell_lost(lease.id)
+            services.restarts.restart(lease.id, actor=user)
+            services.leases.release(lease.id, reason="stopped")
+            while asked.acquire(block=False):
+                pass
+            assert all(asked.acquire(timeout=60) for _ in range(24))
+            lease = running(services, user, host_memory_bytes=16 * 2**30)
+            answers.append("lease")
+    except GPUSpawnerError as error:
+        answers.append(f"{type(error).__name__}: {error}")
+    finally:
+        done.set()
+        services.store.close()
+    return answers
 
 
 def one_asks_again_and_again(

@@ -11,10 +11,10 @@ import pytest
 
 from gpuspawner.core.errors import ConfigError, HostFull, TooMuchAsked
 from gpuspawner.leases.host_resources import NOTHING, HostAmount
-from gpuspawner.leases.models import Sharing
+from gpuspawner.leases.models import Lease, ServerRef, Sharing
 from gpuspawner.services import Services
 from tests.support import racers
-from tests.support.brokers import Make, acquire, open_services, problems
+from tests.support.brokers import Make, acquire, open_services, problems, running
 from tests.support.parts import each_database
 
 GB = 2**30
@@ -101,6 +101,55 @@ def test_free_slots_count_as_parts_of_a_gpu(make: Make) -> None:
         acquire(services, "cyd", 0, host_memory_bytes=1 * GB)
 
 
+def stopped_for_a_restart(services: Services, **host: int) -> Lease:
+    """A server of ada's with one GPU that was stopped to start again with it."""
+    lease = running(services, "ada", 1, **host)
+    services.restarts.tell_lost(lease.id)
+    services.restarts.restart(lease.id, actor="ada")
+    return services.leases.release(lease.id, reason="stopped")
+
+
+@each_database
+def test_restarting_server_keeps_its_memory_and_cpu(make: Make) -> None:
+    services = make(**BUDGET)
+    host = {"host_memory_bytes": 20 * GB, "host_milli_cpus": 6000}
+    before = stopped_for_a_restart(services, **host)
+    assert reserved(services) == NOTHING
+    assert services.leases.host_reserved() == HostAmount(20 * GB, 6000)
+    with pytest.raises(HostFull, match=r"16.0 GB of memory \(12.0 GB free\)"):
+        acquire(services, "bob", 0, host_memory_bytes=16 * GB)
+    with pytest.raises(HostFull, match=r"3 CPU cores \(2 free\)"):
+        acquire(services, "bob", 1, host_milli_cpus=3000)
+    acquire(services, "bob", 1, host_memory_bytes=12 * GB, host_milli_cpus=2000)
+    again = acquire(services, "ada", 1, **host)
+    assert again.uuids == before.uuids
+    assert services.leases.host_reserved() == reserved(services) == HostAmount(32 * GB, 8000)
+    services.leases.release(again.id, reason="stopped")
+    acquire(services, "cyd", 0, **host)  # an ordinary end keeps nothing
+
+
+def test_kept_memory_is_free_when_the_gpu_is(make: Make) -> None:
+    services = make(**BUDGET)
+    stopped_for_a_restart(services, host_memory_bytes=20 * GB)
+    services.restarts.end_restart(ServerRef("ada"), "its start failed 3 times")
+    bobs = acquire(services, "bob", 0, host_memory_bytes=32 * GB)
+    services.leases.release(bobs.id, reason="stopped")
+    before = stopped_for_a_restart(services, host_memory_bytes=20 * GB)
+    services.devices.undrain(before.uuids[0], actor="root")
+    acquire(services, "bob", 0, host_memory_bytes=32 * GB)
+
+
+def test_restarting_server_may_ask_for_other_amounts(make: Make) -> None:
+    """What is kept for it is not in its own way, and what it does not take is free."""
+    services = make(**BUDGET)
+    stopped_for_a_restart(services, host_memory_bytes=20 * GB)
+    more = acquire(services, "ada", 1, host_memory_bytes=32 * GB)
+    services.leases.release(more.id, reason="stopped")
+    stopped_for_a_restart(services, host_memory_bytes=20 * GB)
+    acquire(services, "ada", 0, host_memory_bytes=2 * GB)
+    acquire(services, "bob", 0, host_memory_bytes=30 * GB)
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -139,5 +188,21 @@ def test_racing_starts_never_exceed_the_budget(database_url: str) -> None:
     assert services.leases.budget is not None
     assert all(amount.fits(services.leases.budget.total) for *_, amount in held)
     assert reserved(services).fits(services.leases.budget.total)
+    assert problems(services.store) == []
+    services.store.close()
+
+
+@each_database
+def test_restarting_server_gets_its_memory_back_in_a_race(database_url: str) -> None:
+    """Others ask for everything all the time, also between its stop and its start."""
+    services = open_services(database_url, **BUDGET)
+    asked, done = racers.FORKSERVER.Semaphore(0), racers.FORKSERVER.Event()
+    others = [
+        (racers.some_always_ask, database_url, f"hub{n}", asked, done, BUDGET) for n in range(3)
+    ]
+    restarts = (racers.one_restarts, database_url, "ada", 8, asked, done, BUDGET)
+    again, *wrong = racers.together(restarts, *others)
+    assert again == ["lease"] * 8
+    assert list(chain(*wrong)) == []
     assert problems(services.store) == []
     services.store.close()

@@ -177,6 +177,25 @@ def test_preemptible_run_yields_its_memory(make: Make, clock: Clock) -> None:
         )
 
 
+def test_nobody_waiting_gets_the_memory_of_a_restart(make: Make) -> None:
+    services = make(**BUDGET)
+    lease = ask(services, "ada", 1, 20)
+    assert isinstance(lease, Lease)
+    services.leases.confirm(lease.id)
+    for user, devices in (("bob", 0), ("cyd", 1)):
+        waits(services, user, devices, 16)
+    services.restarts.tell_lost(lease.id)
+    services.restarts.restart(lease.id, actor="ada")
+    services.leases.release(lease.id, reason="stopped")
+    assert turns(services) == []
+    reasons = {position.why for position in services.positions.standings().values()}
+    assert reasons == {"16.0 GB of memory (12.0 GB free)"}
+    again = ask(services, "ada", 1, 20)
+    assert isinstance(again, Lease) and again.uuids == lease.uuids
+    services.leases.release(again.id, reason="stopped")
+    assert set(turns(services)) == {"bob", "cyd"}
+
+
 def test_session_is_not_extended_while_others_wait_for_its_memory(make: Make, clock: Clock) -> None:
     services = make(**BUDGET)
     lease = ask(services, "ada", 1, 20, seconds=3600)
