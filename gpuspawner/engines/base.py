@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from ..leases.models import Lease, Sighting
 from .files import MountedWorkspace
 from .local import LEASE_VARIABLE
-from .resource_use import ResourceUse
+from .resource_use import ReportedUse, ResourceUse
 
 LABEL_LEASE = "gpuspawner.lease"
 LABEL_MEMBER = "gpuspawner.member"
@@ -59,6 +59,12 @@ class EngineWithUse(Protocol):
 
     def resource_use(self, ref: str) -> ResourceUse | None:
         """Return what one uses now; None if it is not running.
+
+        Blocks. Raises EngineUnavailable.
+        """
+
+    def reported_use(self, ref: str) -> ReportedUse | None:
+        """Return what the program of a run that has ended reported; None if it did not.
 
         Blocks. Raises EngineUnavailable.
         """

@@ -17,7 +17,16 @@ from ..core.units import format_bytes
 from ..leases.models import Lease, LeaseState, ServerRef, Sighting
 from .base import LABEL_LEASE, LABEL_MEMBER, LABEL_SERVER
 from .files import MountedWorkspace, remove_leftovers
-from .resource_use import MemoryKill, ResourceUse, memory_kill, parse_time, read_stats
+from .resource_use import (
+    REPORT,
+    MemoryKill,
+    ReportedUse,
+    ResourceUse,
+    memory_kill,
+    parse_time,
+    read_report,
+    read_stats,
+)
 
 T = TypeVar("T")
 
@@ -119,14 +128,26 @@ class DockerEngine:
 
     def last_line(self, ref: str) -> str:
         """Return the last line that a container printed; empty if nothing was, or none was kept."""
+        lines = [line for line in self._last_lines(ref) if not line.startswith(REPORT)]
+        return lines[-1] if lines else ""
 
-        def read(client: docker.APIClient) -> str:
+    def reported_use(self, ref: str) -> ReportedUse | None:
+        """Return what the program of a run that has ended reported; see :class:`EngineWithUse`."""
+        container, lines = self.inspect(ref), self._last_lines(ref)
+        if container is None or not lines or not lines[-1].startswith(REPORT):
+            return None
+        return read_report(lines[-1], container, self.call(lambda client: client.info()))
+
+    def _last_lines(self, ref: str) -> list[str]:
+        """Return the last lines that a container printed, those that are not empty."""
+
+        def read(client: docker.APIClient) -> list[str]:
             try:
                 printed: str = client.logs(ref, tail=10).decode(errors="replace")
             except APIError:  # a log driver that cannot read, or no such container
-                return ""
-            lines = [line.strip() for line in printed.splitlines() if line.strip()]
-            return "".join(filter(str.isprintable, lines[-1]))[:LONGEST_LINE] if lines else ""
+                return []
+            lines = (line.strip() for line in printed.splitlines())
+            return ["".join(filter(str.isprintable, x))[:LONGEST_LINE] for x in lines if x]
 
         return self.call(read)
 

@@ -5,6 +5,8 @@ Engines answer alike for cgroups v1 and v2, with other names for a few figures. 
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,6 +39,30 @@ class ResourceUse:
     network_sent_bytes: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedUse:
+    """What the program of a run reported at its end, and what can be true of it.
+
+    Only the engine's own part is certain: any program in the container could have written the rest.
+    """
+
+    cpu_seconds: float
+    """From the start of the container."""
+    memory_bytes: int
+    """The most of one process."""
+    cpus: int
+    """CPU cores of the machine, as the engine says."""
+    memory_limit_bytes: int
+    """As the engine says; the memory of the machine if the container has no limit of its own."""
+    started_at: datetime
+    """When the container started, by the engine's clock."""
+    ended_at: datetime
+
+
+REPORT = "gpuspawner-use "
+"""How a run's program begins its report, the last line in the log; see runs/run_program.py."""
+
+
 class MemoryKill(NamedTuple):
     """The system ended a program in a container because memory was used up."""
 
@@ -66,6 +92,37 @@ def read_stats(answer: Mapping[str, Any]) -> ResourceUse | None:
         disk_written_bytes=_of_disks(answer, "write"),
         network_received_bytes=_of_networks(answer, "rx_bytes"),
         network_sent_bytes=_of_networks(answer, "tx_bytes"),
+    )
+
+
+def read_report(
+    line: str, container: Mapping[str, Any], machine: Mapping[str, Any]
+) -> ReportedUse | None:
+    """Return what the last line in the log of an ended container reports; None if it does not.
+
+    ``container`` and ``machine`` are the engine's answers to ``inspect`` and ``info``.
+    """
+    if not line.startswith(REPORT):
+        return None
+    try:
+        told = json.loads(line.removeprefix(REPORT))
+        seconds, memory = float(told["cpu_seconds"]), _count(told["memory_bytes"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None  # another program wrote it
+    state = _object(container, "State")
+    started_at = parse_time(str(state.get("StartedAt", "")))
+    ended_at = parse_time(str(state.get("FinishedAt", "")))
+    cpus, limit = _count(machine.get("NCPU")), _count(machine.get("MemTotal"))
+    limit = _count(_object(container, "HostConfig").get("Memory")) or limit
+    if memory is None or not (math.isfinite(seconds) and started_at and ended_at):
+        return None
+    return ReportedUse(
+        cpu_seconds=seconds,
+        memory_bytes=memory,
+        cpus=cpus or 0,
+        memory_limit_bytes=limit or 0,
+        started_at=started_at,
+        ended_at=ended_at,
     )
 
 

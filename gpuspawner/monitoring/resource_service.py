@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from ..core.errors import UnknownLease
 from ..core.units import format_bytes
 from ..db.engine import Store
-from ..engines.resource_use import MemoryKill, ResourceUse
+from ..engines.resource_use import MemoryKill, ReportedUse, ResourceUse
 from ..leases import repository as leases_repository
 from ..leases.models import Lease, LeaseState
 from ..notifications import repository as notifications_repository
@@ -28,6 +28,7 @@ from .resource_totals import (
     ResourceRecord,
     ResourceSum,
     ResourceTotals,
+    add_report,
     add_sample,
 )
 
@@ -71,6 +72,12 @@ class ResourceService:
                 at = each.use.read_at or now
                 after = add_sample(before, each.container_id, each.use, at)
                 _put(connection, each.lease_id, before, after)
+
+    def note_report(self, lease_id: str, container_id: str, told: ReportedUse) -> None:
+        """Add what the program of a run reported at its end, if that can be true."""
+        with self.store.write() as connection:
+            before = resource_repository.get(connection, lease_id)
+            _put(connection, lease_id, before, add_report(before, container_id, told))
 
     def totals_of(self, lease_ids: Collection[str]) -> dict[str, ResourceTotals]:
         """Return the totals of leases by id, without those that were never sampled."""

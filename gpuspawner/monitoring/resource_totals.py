@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from ..engines.resource_use import ResourceUse
+from ..engines.resource_use import ReportedUse, ResourceUse
 
 COUNTERS = (
     "cpu_seconds",
@@ -33,7 +33,7 @@ class ResourceTotals:
     memory_bytes: int | None = None
     """At the last sample."""
     memory_peak_bytes: int | None = None
-    """The most in any sample."""
+    """The most in any sample, or of one process as a run reported it at its end."""
     memory_limit_bytes: int | None = None
     """The memory of the machine if the container has no limit of its own."""
     disk_read_bytes: int | None = None
@@ -147,6 +147,39 @@ def add_sample(
         ),
         container_id=container_id,
         last=ResourceUse(**counters),
+    )
+
+
+def add_report(before: ResourceRecord, container_id: str, told: ReportedUse) -> ResourceRecord:
+    """Add what the program of a run reported at its end, from the last sample on.
+
+    It only adds, and no more than the machine could have done since: any program in the container
+    could have written it. A report that cannot be true changes nothing.
+    """
+    totals, last = before.totals, before.last
+    if container_id != before.container_id:
+        last = ResourceUse()
+    since = told.started_at
+    if last.cpu_seconds is not None and totals.sampled_at is not None:
+        since = max(since, totals.sampled_at)
+    # The time and the counters of a sample are not read in the same instant.
+    passed = max(timedelta(), told.ended_at - since) + SHORTEST_RESTART
+    more = told.cpu_seconds - (last.cpu_seconds or 0.0)
+    if not 0 <= more <= told.cpus * passed.total_seconds():
+        return before
+    if told.memory_bytes > told.memory_limit_bytes:
+        return before
+    return replace(
+        before,
+        totals=replace(
+            totals,
+            cpu_seconds=(totals.cpu_seconds or 0.0) + more,
+            memory_peak_bytes=max(totals.memory_peak_bytes or 0, told.memory_bytes),
+            memory_limit_bytes=totals.memory_limit_bytes or told.memory_limit_bytes,
+            sampled_at=told.ended_at,
+        ),
+        container_id=container_id,
+        last=replace(last, cpu_seconds=told.cpu_seconds),
     )
 
 

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import stat
@@ -74,6 +75,16 @@ RESERVED = (INTERRUPTED, 255)
 """Exit statuses that tell the hub of an interruption; 255 is the engine's after a crash."""
 
 
+REPORT = "gpuspawner-use "
+"""How the last line in the container's log begins: what was used, for the accounting service.
+
+When the container has ended, its engine has no figures. Not in ``run.log``, which is the member's.
+"""
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Where a container sees its own cgroup, of either version."""
+
+
 def main() -> int:
     """Carry out ``GPUSPAWNER_RUN_WORK``, and return its exit status."""
     work = json.loads(os.environ["GPUSPAWNER_RUN_WORK"])
@@ -90,7 +101,25 @@ def main() -> int:
     with (folder / "run.log").open("ab", buffering=0) as log:
         status = _carry_out(work, home, folder, environment, log, seconds, record)
     record.write_end(exit_status=status, ended_at=_text(datetime.now(timezone.utc)))
+    with contextlib.suppress(OSError):
+        print(f"\n{REPORT}{json.dumps(measure())}", flush=True)
     return status
+
+
+def measure(cgroup: Path = CGROUP) -> dict[str, Any]:
+    """Return the container's CPU time in seconds, and the most memory of one process in bytes.
+
+    Without a cgroup that says more, the time of the program and of those that it waited for.
+    """
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(each.ru_utime + each.ru_stime for each in used)
+    with contextlib.suppress(OSError, ValueError):
+        if (cgroup / "cgroup.events").exists():  # v2, and not the cgroup of the whole machine
+            words = (cgroup / "cpu.stat").read_text().split()
+            seconds = max(seconds, int(words[words.index("usage_usec") + 1]) / 1e6)
+        else:
+            seconds = max(seconds, int((cgroup / "cpuacct/cpuacct.usage").read_text()) / 1e9)
+    return {"cpu_seconds": seconds, "memory_bytes": 1024 * max(each.ru_maxrss for each in used)}
 
 
 class Record:

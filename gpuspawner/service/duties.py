@@ -364,6 +364,7 @@ class RunDuty(TickDuty):
                     said = await asyncio.to_thread(runs_on.last_line, sighting.ref)
                 if code and sighting.out_of_memory:
                     await self._note_memory(engine, lease, sighting)
+                await self._note_report(engine, lease, sighting)
                 note = self.services.runs.note_exit
                 await self.services.run(note, lease.server.run_id, code, said)
                 if sighting.alive and isinstance(runs_on, EngineWithJobs):
@@ -393,6 +394,15 @@ class RunDuty(TickDuty):
             limit = await asyncio.to_thread(runs_on.memory_limit, sighting.ref)
         ended_at = sighting.ended_at or utcnow()
         await self.services.run(self.services.resources.note_end, lease.id, ended_at, limit)
+
+    async def _note_report(self, engine: str, lease: Lease, sighting: Sighting) -> None:
+        """Add what a run's program reported at its end: the engine has no figures any more."""
+        runs_on = self.tick.engines[engine]
+        if isinstance(runs_on, EngineWithUse) and (
+            told := await asyncio.to_thread(runs_on.reported_use, sighting.ref)
+        ):
+            note = self.services.resources.note_report
+            await self.services.run(note, lease.id, sighting.ref, told)
 
     async def _warn(self, engine: str, lease: Lease, sighting: Sighting, name: str) -> None:
         """Send the signal before the end; after a restart of this service possibly again."""

@@ -17,7 +17,7 @@ from ..core.errors import EngineUnavailable, SlurmUnavailable
 from ..engines.base import LABEL_LEASE
 from ..engines.docker import DockerEngine, sighting_of
 from ..engines.files import MountedWorkspace
-from ..engines.resource_use import ResourceUse
+from ..engines.resource_use import ReportedUse, ResourceUse
 from ..leases.models import Lease, LeaseState, Sighting
 from .cluster import Node
 from .images import MOST_AT_ONCE, QUICK, connector
@@ -139,6 +139,11 @@ class SlurmEngine:
         """Return what a container uses now; None if it is not running."""
         node, _ = self._where.get(ref, ("", ""))
         return self._engines[node].resource_use(ref) if node else None
+
+    def reported_use(self, ref: str) -> ReportedUse | None:
+        """Return what the program of a run that has ended reported; None if it did not."""
+        node, _ = self._where.get(ref, ("", ""))
+        return self._engines[node].reported_use(ref) if node else None
 
     def signal(self, ref: str, name: str) -> None:
         """Send a signal to a container's first process; one that does not run gets none."""

@@ -4,7 +4,9 @@ SQLite. The Hub is a script."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import docker
@@ -12,6 +14,7 @@ import pytest
 
 from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.engines.docker import DockerEngine
+from gpuspawner.engines.resource_use import REPORT
 from gpuspawner.leases.models import Lease, LeaseState, Request, ServerRef, Terms
 from gpuspawner.monitoring import last_sample
 from gpuspawner.runs.models import Run, RunState, Work
@@ -20,6 +23,7 @@ from gpuspawner.service.duties import RunDuty
 from gpuspawner.service.machines import HERE, Machines
 from gpuspawner.service.resource_monitor import ResourceDuty
 from gpuspawner.services import Services
+from gpuspawner.spawners.mixin import run_program
 from tests.support.brokers import T0, Clock
 from tests.support.engine import PrivateEngine, open_engine
 from tests.support.images import BASE, SILENT
@@ -46,12 +50,18 @@ async def hub() -> AsyncIterator[ScriptedHub]:
 
 
 def started(
-    engine: PrivateEngine, lease: Lease, image: str = BASE, command: Any = ("sleep", "1000")
+    engine: PrivateEngine,
+    lease: Lease,
+    image: str = BASE,
+    command: Any = ("sleep", "1000"),
+    environment: Mapping[str, str] | None = None,
 ) -> str:
     """A container of a lease, whose memory is limited."""
     host = engine.client.create_host_config(mem_limit=LIMIT, memswap_limit=LIMIT)
     labels = {LABEL_LEASE: lease.id}
-    made = engine.client.create_container(image, list(command), host_config=host, labels=labels)
+    made = engine.client.create_container(
+        image, list(command), host_config=host, labels=labels, environment=environment
+    )
     engine.client.start(made["Id"])
     return str(made["Id"])
 
@@ -129,13 +139,28 @@ async def test_member_is_told_of_a_kernel_that_used_all_memory(
     assert (totals.memory_kills, totals.memory_limit_bytes) == (1, LIMIT)
 
 
-def started_run(services: Services, engine: PrivateEngine, command: Any) -> tuple[Run, Lease]:
+def started_run(
+    services: Services, engine: PrivateEngine, command: Any, **kind: Any
+) -> tuple[Run, Lease]:
     run = Run(id="ada-1", user="ada", title="train", work=Work(command=("a",)), created_at=T0)
     services.runs.submit(run)
     terms = Terms(wait=True, seconds=3600)
     lease = services.queue.ask(run.server, Request(), engine="docker", terms=terms)
     assert isinstance(lease, Lease)
-    return run, services.leases.confirm(lease.id, started(engine, lease, command=command))
+    ref = started(engine, lease, command=command, **kind)
+    return run, services.leases.confirm(lease.id, ref)
+
+
+def carried_out(services: Services, engine: PrivateEngine, program: str) -> tuple[Run, Lease]:
+    """A run of a Python program, begun in its container as the hub does it."""
+    work = Work(command=("python3", "-c", program), folder="runs/one")
+    environment = {
+        "GPUSPAWNER_WORKSPACE": "/tmp",
+        "GPUSPAWNER_RUN_ID": "ada-1",
+        "GPUSPAWNER_RUN_WORK": json.dumps(asdict(work)),
+    }
+    command = ["python3", "-c", run_program()]
+    return started_run(services, engine, command, environment=environment)
 
 
 async def test_run_is_measured_once_more_before_it_is_stopped(
@@ -157,6 +182,56 @@ async def test_run_is_measured_once_more_before_it_is_stopped(
     [totals] = services.resources.totals_of([lease.id]).values()
     assert (totals.cpu_seconds or 0.0) >= used
     assert totals.memory_limit_bytes == LIMIT
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+async def test_run_that_ends_by_itself_is_measured_to_its_end(
+    services: Services, hub: ScriptedHub, clean_engine: PrivateEngine, is_sampled: bool
+) -> None:
+    """Five seconds of CPU time, and those of a program that it does not wait for."""
+    program = (
+        "import subprocess, time\nbytearray(30 * 2**20)\n"
+        "orphan = 'import time\\nwhile time.process_time() < 1: pass'\n"
+        "subprocess.run(['sh', '-c', f'python3 -c \"{orphan}\" & '])\n"
+        "while time.process_time() < 4: pass"
+    )
+    run, lease = carried_out(services, clean_engine, program)
+    asked, before = open_engine(clean_engine.url), 0.0
+    if is_sampled:
+        duty = duty_of(services, hub, clean_engine)
+        while before < 0.2:
+            await duty.sample()
+            found = services.resources.totals_of([lease.id])
+            before = (found[lease.id].cpu_seconds or 0.0) if found else 0.0
+    clean_engine.client.wait(lease.engine_ref)
+    assert asked.resource_use(lease.engine_ref) is None
+    await RunDuty(make_tick(services, hub, asked)).round()
+    assert services.runs.get(run.id).state is RunState.DONE
+    [totals] = services.resources.totals_of([lease.id]).values()
+    assert before < 5 <= (totals.cpu_seconds or 0.0) < 6
+    assert 30 * MB < (totals.memory_peak_bytes or 0) < LIMIT == totals.memory_limit_bytes
+
+
+async def test_figures_that_a_member_makes_up_are_ignored(
+    services: Services, hub: ScriptedHub, clean_engine: PrivateEngine
+) -> None:
+    """The program ends what would report after it, which fails, and the log stays its own."""
+    forged = REPORT + json.dumps({"cpu_seconds": 1e6, "memory_bytes": 1})
+    program = (
+        "import os, signal\nos.write(1, b'epoch 9\\n')\n"
+        f"open(f'/proc/{{os.getppid()}}/fd/1', 'w').write({forged!r} + '\\n')\n"
+        "os.kill(os.getppid(), signal.SIGKILL)"
+    )
+    run, lease = carried_out(services, clean_engine, program)
+    clean_engine.client.wait(lease.engine_ref)
+    asked = open_engine(clean_engine.url)
+    told = asked.reported_use(lease.engine_ref)
+    assert told is not None and told.cpu_seconds == 1e6
+    await RunDuty(make_tick(services, hub, asked)).round()
+    assert services.resources.totals_of([lease.id]) == {}
+    assert services.runs.get(run.id).run.reason == (
+        "Its program ended with exit status 137. Its last line: epoch 9"
+    )
 
 
 async def test_stop_does_not_wait_for_an_engine_that_does_not_respond(

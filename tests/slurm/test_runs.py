@@ -79,6 +79,8 @@ def test_run_ends_with_its_program(hub: SlurmHub, member: str, status: int, stat
     run = in_state(hub, member, run_id, "done", "failed", "stopped")
     assert (run["state"], run["exit_status"]) == (state, status)
     assert run["reason"].endswith("" if state == "done" else "Its last line: the end")
+    [used] = hub.services.resources.totals_of([lease_of(hub, run_id).id]).values()
+    assert used.cpu_seconds and used.memory_peak_bytes
     log = hub.call(member, "GET", f"runs/{run_id}/log")
     assert (log.status_code, log.text) == (200, "the end\n")
     lease = lease_of(hub, run_id)

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
@@ -38,9 +39,17 @@ def start(workspace: Path, seconds: int | None = None, **work: Any) -> subproces
     )
 
 
+def said_until_the_end(process: subprocess.Popen[str]) -> str:
+    """What the program printed: its report, which comes last, is left out."""
+    said, _ = process.communicate(timeout=120)
+    program, _, report = said.rpartition(f"\n{run_program.REPORT}")
+    assert report.endswith("}\n")
+    return program
+
+
 def carried_out(workspace: Path, seconds: int | None = None, **work: Any) -> tuple[int, str]:
     process = start(workspace, seconds, **work)
-    said, _ = process.communicate(timeout=60)
+    said = said_until_the_end(process)
     return process.returncode, said
 
 
@@ -56,6 +65,23 @@ def test_output_and_exit_status_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "runs/one/run.log").read_text() == said
     told = json.loads((tmp_path / "runs/one/run.json").read_text())
     assert (told["id"], told["exit_status"], told["directory"]) == ("one-0a1b2c3d", 5, "project")
+
+
+def test_use_is_measured_by_both_versions_of_cgroups(tmp_path: Path) -> None:
+    """Else the time counts of the program and of those that it waited for."""
+    before = time.process_time()
+    subprocess.run(python("import time\nwhile time.process_time() < 0.3: pass"), check=True)
+    own = run_program.measure(tmp_path)
+    assert own["cpu_seconds"] >= before + 0.3 and own["memory_bytes"] > 2**20
+    (tmp_path / "cpuacct").mkdir()
+    (tmp_path / "cpuacct/cpuacct.usage").write_text("424344162200000\n")
+    assert run_program.measure(tmp_path)["cpu_seconds"] == 424344.1622
+    (tmp_path / "cgroup.events").write_text("populated 1\nfrozen 0\n")
+    (tmp_path / "cpu.stat").write_text("usage_usec 724344100000\nuser_usec 700000\n")
+    assert run_program.measure(tmp_path)["cpu_seconds"] == 724344.1
+    for nothing in ("usage_usec 0\n", "usage\n"):
+        (tmp_path / "cpu.stat").write_text(nothing)
+        assert own["cpu_seconds"] <= run_program.measure(tmp_path)["cpu_seconds"] < 100_000
 
 
 def test_program_knows_its_end(tmp_path: Path) -> None:
@@ -83,7 +109,7 @@ def test_stop_lets_the_program_save(tmp_path: Path) -> None:
     log = tmp_path / "runs/one/run.log"
     wait_for(lambda: log.exists() and "on" in log.read_text(), "its first line")
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=30)
+    said = said_until_the_end(process)
     assert (process.returncode, said) == (run_program.INTERRUPTED, "on\nsaved\n")
 
 
@@ -217,7 +243,7 @@ def test_full_workspace_keeps_every_finished_cell(tmp_path: Path) -> None:
     notebook(tmp_path / "a.ipynb", "", "print('first')", "print(200_000 * 'x')", "print('last')")
     process = start(tmp_path, notebook="a.ipynb")
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (50_000, 50_000))
-    said, _ = process.communicate(timeout=120)
+    said = said_until_the_end(process)
     assert process.returncode == 1 and said.endswith("OSError: [Errno 27] File too large\n")
     output = tmp_path / "runs/one/output.ipynb"
     assert "first\n" in outputs(output)

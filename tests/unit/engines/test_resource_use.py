@@ -3,14 +3,23 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.engines.resource_use import MemoryKill, ResourceUse, memory_kill, read_stats
+from gpuspawner.engines.resource_use import (
+    REPORT,
+    MemoryKill,
+    ReportedUse,
+    ResourceUse,
+    memory_kill,
+    read_report,
+    read_stats,
+)
+from gpuspawner.runs import run_program
 
 READ_AT = datetime(2026, 11, 29, 8, 57, 24, 208518, timezone.utc)
 V1: dict[str, Any] = {
@@ -127,6 +136,60 @@ def test_container_without_a_network_has_no_figure_of_one() -> None:
         disk_read_bytes=0,
         disk_written_bytes=10486784,
     )
+
+
+ENDED: dict[str, Any] = {
+    "State": {
+        "StartedAt": "2026-11-29T08:57:24.208518212Z",
+        "FinishedAt": "2026-11-29T08:58:24.208518212Z",
+    },
+    "HostConfig": {"Memory": 67108864},
+}
+MACHINE: dict[str, Any] = {"NCPU": 2, "MemTotal": 2**33}
+SAID = REPORT + '{"cpu_seconds": 4.5, "memory_bytes": 31862784}'
+
+
+def test_report_of_a_run_is_read_with_what_the_engine_knows() -> None:
+    assert run_program.REPORT == REPORT
+    told = read_report(SAID, ENDED, MACHINE)
+    assert told == ReportedUse(
+        cpu_seconds=4.5,
+        memory_bytes=31862784,
+        cpus=2,
+        memory_limit_bytes=67108864,
+        started_at=READ_AT,
+        ended_at=READ_AT + timedelta(minutes=1),
+    )
+    told = read_report(SAID, {**ENDED, "HostConfig": {"Memory": 0}}, MACHINE)
+    assert told is not None and told.memory_limit_bytes == 2**33
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "epoch 9",
+        REPORT,
+        REPORT + "epoch 9",
+        REPORT + "[]",
+        REPORT + "{}",
+        REPORT + "[" * 100_000,
+        REPORT + '{"cpu_seconds": 4.5}',
+        REPORT + '{"cpu_seconds": null, "memory_bytes": 1}',
+        REPORT + '{"cpu_seconds": NaN, "memory_bytes": 1}',
+        REPORT + '{"cpu_seconds": 1e999, "memory_bytes": 1}',
+        REPORT + '{"cpu_seconds": 1' + 400 * "0" + ', "memory_bytes": 1}',
+        REPORT + '{"cpu_seconds": 4.5, "memory_bytes": -1}',
+        REPORT + '{"cpu_seconds": 4.5, "memory_bytes": 1.5}',
+    ],
+)
+def test_what_is_no_report_is_ignored(line: str) -> None:
+    assert read_report(line, ENDED, MACHINE) is None
+
+
+def test_report_of_a_container_that_did_not_end_is_ignored() -> None:
+    state = {**ENDED["State"], "FinishedAt": "0001-01-01T00:00:00Z"}
+    assert read_report(SAID, {**ENDED, "State": state}, MACHINE) is None
 
 
 def test_stopped_container_has_no_figures() -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuspawner.engines.resource_use import ResourceUse
-from gpuspawner.monitoring.resource_totals import COUNTERS, ResourceRecord, add_sample
+from gpuspawner.engines.resource_use import ReportedUse, ResourceUse
+from gpuspawner.monitoring.resource_totals import (
+    COUNTERS,
+    ResourceRecord,
+    add_report,
+    add_sample,
+)
 
 T0 = datetime(2026, 3, 1, tzinfo=timezone.utc)
 
@@ -128,3 +135,77 @@ def test_samples_go_on_after_the_clock_of_the_engine_was_set_back() -> None:
     assert (record.totals.cpu_seconds, record.totals.sampled_at) == (12, earlier)
     record = add_sample(record, "a", ResourceUse(cpu_seconds=13), earlier + timedelta(seconds=30))
     assert record.totals.cpu_seconds == 13
+
+
+def reported(cpu_seconds: float, memory_bytes: int = 5, minutes: float = 1) -> ReportedUse:
+    """The report of a run on two cores that ended so long after T0, where it began."""
+    return ReportedUse(
+        cpu_seconds=cpu_seconds,
+        memory_bytes=memory_bytes,
+        cpus=2,
+        memory_limit_bytes=20,
+        started_at=T0,
+        ended_at=T0 + timedelta(minutes=minutes),
+    )
+
+
+def test_report_adds_what_was_used_since_the_last_sample() -> None:
+    use = ResourceUse(cpu_seconds=10, memory_bytes=9, network_sent_bytes=100)
+    sampled = add_sample(ResourceRecord(), "a", use, T0 + timedelta(seconds=30))
+    record = add_report(sampled, "a", reported(35, memory_bytes=12))
+    assert record.totals == replace(
+        sampled.totals,
+        cpu_seconds=35,
+        memory_peak_bytes=12,
+        memory_limit_bytes=20,
+        sampled_at=T0 + timedelta(minutes=1),
+    )
+    assert add_report(record, "a", reported(35, memory_bytes=12)) == record, "twice is once"
+    late = add_sample(record, "a", ResourceUse(cpu_seconds=11), T0 + timedelta(seconds=31))
+    assert late == record
+
+
+def test_report_is_all_that_is_known_of_a_short_run() -> None:
+    totals = add_report(ResourceRecord(), "a", reported(5, minutes=0.1)).totals
+    assert (totals.cpu_seconds, totals.memory_peak_bytes, totals.memory_limit_bytes) == (5, 5, 20)
+    assert totals.disk_read_bytes is None and totals.memory_bytes is None
+
+
+def test_report_of_another_container_of_the_lease_begins_anew() -> None:
+    record = added(("a", ResourceUse(cpu_seconds=10)))
+    assert add_report(record, "b", reported(5)).totals.cpu_seconds == 15
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        reported(9.9),  # less than was measured
+        reported(-1),
+        reported(10 + 62.1),  # more than two cores can do in half a minute
+        reported(20, memory_bytes=21),  # more than the limit
+        reported(20, minutes=-1),  # it ended before it began
+    ],
+)
+def test_report_that_cannot_be_true_changes_nothing(told: ReportedUse) -> None:
+    use = ResourceUse(cpu_seconds=10, memory_bytes=9, memory_limit_bytes=20)
+    record = add_sample(ResourceRecord(), "a", use, T0 + timedelta(seconds=30))
+    assert add_report(record, "a", told) == record
+
+
+@given(
+    st.none() | st.tuples(st.floats(0, 1e6), st.integers(0, 1 << 40)),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.integers(0, 1 << 70),
+)
+def test_no_report_takes_off_or_adds_more_than_the_machine_could_do(
+    sampled: tuple[float, int] | None, seconds: float, memory: int
+) -> None:
+    record = ResourceRecord()
+    if sampled is not None:
+        use = ResourceUse(cpu_seconds=sampled[0], memory_bytes=sampled[1])
+        record = add_sample(record, "a", use, T0 + timedelta(seconds=30))
+    before, after = record.totals, add_report(record, "a", reported(seconds, memory)).totals
+    most = 2 * (61 if sampled is None else 31)
+    assert 0 <= (after.cpu_seconds or 0) - (before.cpu_seconds or 0) <= most + 1e-6
+    assert (after.memory_peak_bytes or 0) >= (before.memory_peak_bytes or 0)
+    assert (after.memory_peak_bytes or 0) <= max(20, before.memory_peak_bytes or 0)
