@@ -42,7 +42,9 @@ from .service import ClusterMemberService
 def price_of_job(card: RateCard, parts: Iterable[UsagePart]) -> int:
     """Return the microcredits per hour; the lowest possible price if the model is unknown."""
     return sum(
-        part.count * min(card.rate_of(model, part.slots) for model in part.models or ("",))
+        min(
+            card.rate_of(model, part.slots, held_slots=part.count) for model in part.models or ("",)
+        )
         for part in parts
     )
 
@@ -548,9 +550,18 @@ def _compared(mine: list[Lease], runs: list[JobRun]) -> list[SessionDifference]:
         what = f"{ours} s here, and {theirs} s in Slurm (job {labels})"
         found.append(SessionDifference(subject, what, ours, theirs))
     # A job's devices are recorded some seconds after the rest of it.
-    counts = {run.devices or sum(run.shards.values()) for run in runs if run.uses_devices}
-    if counts - {len(last.devices)}:
-        said = " and ".join(str(count) for count in sorted(counts))
-        what = f"{len(last.devices)} devices here, and {said} in Slurm (job {labels})"
+    held = _amount(
+        sum(not device.is_shared for device in last.devices),
+        sum(device.held_slots for device in last.devices if device.is_shared),
+    )
+    amounts = {_amount(run.devices, sum(run.shards.values())) for run in runs if run.uses_devices}
+    if amounts - {held}:
+        what = f"{held} here, and {' and '.join(sorted(amounts))} in Slurm (job {labels})"
         found.append(SessionDifference(subject, what, ours, theirs))
     return found
+
+
+def _amount(devices: int, shards: int) -> str:
+    """Format whole devices and shards: ``2 devices``, ``1 shard``."""
+    some = ((devices, "device"), (shards, "shard"))
+    return " and ".join(f"{n} {word}{'s' * (n > 1)}" for n, word in some if n) or "no device"

@@ -80,16 +80,8 @@ def devices_of(cluster: Cluster) -> tuple[Device, ...]:
 
 
 def able(request: Request, cluster: Cluster) -> frozenset[str]:
-    """Return the nodes with suitable devices. Raises TooMuchAsked if there are none."""
-    _, types, without = _wanted(request, cluster)
-    fitting = {device.uuid for device in suitable(request, devices_of(cluster))}
-
-    def most(node: Node) -> int:
-        count = _suited(node, fitting)
-        return max((count[each] for each in types or count), default=0)
-
-    nodes = (node for node in cluster.nodes if node.name not in without)
-    return frozenset(node.name for node in nodes if most(node) >= request.devices)
+    """Return the nodes that a request's job may run on. Raises TooMuchAsked if there are none."""
+    return frozenset(node.name for node in _wanted(request, cluster).nodes)
 
 
 def of(
@@ -107,16 +99,15 @@ def of(
     not be chosen. Raises TooMuchAsked for what no node has.
     """
     request = ticket.request
-    kind, types, _ = _wanted(request, cluster)
-    nodes = [cluster.node(name) for name in able(request, cluster)]
-    cpus, megabytes = _room(request, nodes, resources or JobResources())
+    wanted = _wanted(request, cluster)
+    cpus, megabytes = _room(wanted, resources or JobResources())
     return JobSpec(
         name=f"{HOLDER}{ticket.id}",
         comment=json.dumps({"server": str(ticket.server), "kind": ticket.server.kind.value}),
         partition=cluster.partition,
         cpus=cpus,
         megabytes=megabytes,
-        gres=":".join([kind, *types, str(request.devices)]),
+        gres=wanted.gres,
         minutes=None if ticket.seconds is None else minutes(ticket.seconds),
         excluded=tuple(excluded(request, cluster, lacking)),
         nice=nice_of(ticket),
@@ -127,7 +118,7 @@ def of(
 
 def excluded(request: Request, cluster: Cluster, lacking: Collection[str]) -> list[str]:
     """Return the sorted nodes that Slurm must not choose. Raises TooMuchAsked."""
-    return sorted({*_wanted(request, cluster)[2], *lacking})
+    return sorted({*_wanted(request, cluster).excluded, *lacking})
 
 
 def nice_of(ticket: Ticket) -> int:
@@ -140,21 +131,49 @@ def minutes(seconds: int) -> int:
     return math.ceil(seconds / 60) + STARTING
 
 
-def _wanted(request: Request, cluster: Cluster) -> tuple[str, list[str], Collection[str]]:
-    """Return the kind of gres, its type if it must be one, and the unsuitable nodes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What a job asks Slurm for. Every device that Slurm may give it suits the request."""
+
+    kind: str
+    """``gpu`` or ``shard``."""
+    count: int
+    """How many devices, or how many shards of one device."""
+    type: str = ""
+    """Slurm's only type for it; empty if any suits."""
+    excluded: tuple[str, ...] = ()
+    """The nodes with unsuitable devices that Slurm could choose."""
+    nodes: tuple[Node, ...]
+    """The nodes that have it."""
+
+    @property
+    def gres(self) -> str:
+        """The value of ``--gres``: ``gpu:a100:2`` or ``shard:3``."""
+        return ":".join([self.kind, *([self.type] if self.type else []), str(self.count)])
+
+    def part_of(self, node: Node) -> float:
+        """Return the part of a node's CPUs and memory that is an equal share for the job."""
+        part = self.count / len(node.devices)
+        if self.kind == "gpu":
+            return part
+        return part / max(node.slots_of(d) for d in node.devices if self.type in ("", d.gres))
+
+
+def _wanted(request: Request, cluster: Cluster) -> _Wanted:
+    """Return what a request's job asks for. Raises TooMuchAsked for what no node has."""
     devices = devices_of(cluster)
-    fitting = {device.uuid for device in suitable(request, devices)}
-    is_slot = request.sharing is Sharing.SLOT
-    if is_slot and (not fitting or request.devices > 1):
-        matching = [device for device in devices if device.uuid in fitting]
-        raise no_slot_ever(request, list(devices), matching)
-    kind = "shard" if is_slot else "gpu"
+    matching = suitable(request, devices)
+    kind, amount = "gpu", request.devices
+    if request.sharing is Sharing.SLOT:
+        if not matching or request.devices > 1:
+            raise no_slot_ever(request, list(devices), matching)
+        kind, (amount, matching) = "shard", _alike_in_shards(request, matching)
+    fitting = {device.uuid for device in matching}
     nodes = [node for node in cluster.nodes if _offered(request, node)]
     counts = {node.name: _suited(node, fitting) for node in nodes}
     most = max((max(count.values(), default=0) for count in counts.values()), default=0)
     if most < request.devices:
         raise _too_many(request, most)
-    types = {each for count in counts.values() for each in count}
     # Devices of one server are of one model, and Slurm may choose among the others.
     good = {
         node.name
@@ -162,15 +181,37 @@ def _wanted(request: Request, cluster: Cluster) -> tuple[str, list[str], Collect
         if sum(counts[node.name].values()) == len(_offered(request, node))
         and (request.devices == 1 or len(counts[node.name]) == 1)
     }
-    if len(good) == len(nodes):
-        return kind, [], ()
-    if len(types) == 1:
-        return kind, sorted(types), ()
-    if any(sum(counts[name].values()) >= request.devices for name in good):
-        return kind, [], [node.name for node in nodes if node.name not in good]
-    # For nodes of several models: the most frequent one.
-    best = max(sorted(types), key=lambda each: max(count[each] for count in counts.values()))
-    return kind, [best], ()
+    type_, bad = "", [node.name for node in nodes if node.name not in good]
+    types = {each for count in counts.values() for each in count}
+    is_one_there = any(sum(counts[name].values()) >= request.devices for name in good)
+    if bad and (len(types) == 1 or not is_one_there):
+        # For nodes of several models: the most frequent one.
+        type_ = max(sorted(types), key=lambda each: max(count[each] for count in counts.values()))
+        offering = [n for n in nodes if any(d.gres == type_ for d in _offered(request, n))]
+        bad = [node.name for node in offering if not counts[node.name][type_]]
+
+    def has_enough(node: Node) -> bool:
+        count = counts[node.name]
+        return (count[type_] if type_ else max(count.values(), default=0)) >= request.devices
+
+    return _Wanted(
+        kind=kind,
+        count=amount,
+        type=type_,
+        excluded=tuple(bad),
+        nodes=tuple(n for n in nodes if n.name not in bad and has_enough(n)),
+    )
+
+
+def _alike_in_shards(request: Request, matching: Collection[Device]) -> tuple[int, list[Device]]:
+    """Return a number of shards, and the devices that come to the memory with so many.
+
+    Slurm takes one number for all devices. That which most of them need has the shortest queue; of
+    several such numbers, it is the least.
+    """
+    needed = Counter(device.slots_for(request.memory_bytes) for device in matching)
+    count = max(sorted(needed), key=lambda each: needed[each])
+    return count, [d for d in matching if d.slots_for(request.memory_bytes) == count]
 
 
 def _offered(request: Request, node: Node) -> list[NodeDevice]:
@@ -180,20 +221,13 @@ def _offered(request: Request, node: Node) -> list[NodeDevice]:
     return [device for device in node.devices if node.slots_of(device) > 1]
 
 
-def _part(request: Request, node: Node) -> float:
-    """Return the part of a node that is a request's equal share of its CPUs and memory."""
-    part = request.devices / len(node.devices)
-    if request.sharing is Sharing.WHOLE:
-        return part
-    return part / max(node.slots_of(device) for device in node.devices)
-
-
-def _room(request: Request, nodes: Collection[Node], needs: JobResources) -> tuple[int, int]:
-    """Return the CPUs and megabytes of a job on any of these nodes. Raises TooMuchAsked."""
+def _room(wanted: _Wanted, needs: JobResources) -> tuple[int, int]:
+    """Return the CPUs and megabytes of a job. Raises TooMuchAsked."""
+    nodes = wanted.nodes
     _require_room(needs, nodes)
-    cpus = math.ceil(needs.cpus) or int(min(n.cpus * _part(request, n) for n in nodes))
+    cpus = math.ceil(needs.cpus) or int(min(n.cpus * wanted.part_of(n) for n in nodes))
     megabytes = math.ceil(needs.memory_bytes / MEGABYTE) or int(
-        min(_megabytes(node) * _part(request, node) for node in nodes)
+        min(_megabytes(node) * wanted.part_of(node) for node in nodes)
     )
     return max(1, cpus), max(1, megabytes)
 

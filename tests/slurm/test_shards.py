@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuspawner.cli.check_slurm import _check_node, node_states
-from gpuspawner.core.errors import TooMuchAsked
+from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
 from gpuspawner.core.units import MICRO
 from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.engines.preflight import Status
@@ -25,6 +27,7 @@ from gpuspawner.queue.models import Ticket
 from gpuspawner.services import Services
 from gpuspawner.slurm import accounts
 from gpuspawner.slurm.cluster import Cluster
+from gpuspawner.slurm.jobs import read_holders
 from gpuspawner.slurm.programs import Slurm
 from tests.support.brokers import problems
 from tests.support.configured_cluster import ConfiguredCluster
@@ -125,6 +128,65 @@ def test_whole_devices_and_shares_are_leased_at_the_same_time(services: Services
     assert late.id not in services.queue.turns(frozenset({late.id}))
     end(services, alone)
     start(services, late)
+    assert problems(services.store) == []
+
+
+def test_share_of_several_shards_is_what_slurm_allocated(
+    services: Services, cluster: ConfiguredCluster
+) -> None:
+    """15 GB are two of the A100's four shards. Another program has one, so a second such share
+    waits for it."""
+    cluster.user(MEMBERS[2])
+    other = cluster.hold(MEMBERS[2], "--gres=shard:1")
+    cluster.wait_state(other, "RUNNING")
+    half = partial(asked, services, sharing=Sharing.SLOT, memory_bytes=15 * 2**30)
+    tickets = [half(name) for name in MEMBERS[:2]]
+    (turn,) = until(services, tickets, lambda turns: turns)
+    waits = "PENDING Resources gres:shard:2"
+    (second,) = (ticket for ticket in tickets if ticket.id != turn)
+    wait_for(lambda: cluster.holder(second.id, "%T %r %b") == waits, "Slurm to look at it")
+
+    leases = [services.queue.start_ticket(turn)]
+    cluster.run("scancel", str(other))
+    leases += start(services, second)
+    assert [held(lease) for lease in leases] == [("A100-SXM4-40GB", Fraction(1, 2), 1800)] * 2
+    assert [(d.slot, d.held_slots) for lease in leases for d in lease.devices] == [(0, 2), (2, 2)]
+    assert [cluster.holder(lease.ticket_id, "%b") for lease in leases] == ["gres:shard:2"] * 2
+    overview = services.monitoring.overview()
+    assert (overview.shares[0].free, problems(services.store)) == (0, [])
+
+    end(services, *leases)
+    since = min(lease.granted_at for lease in leases)
+
+    def compared() -> Any:
+        """Slurm's database knows of their ends, and of their shards, a little later."""
+        until_now = services.clock() + timedelta(seconds=1)
+        names = {str(lease.ticket_id) for lease in leases}
+        slurm = services.cluster_members.slurm()
+        runs = read_holders(slurm, names, since - timedelta(hours=1), until_now)
+        told = [sum(run.shards.values()) for some in runs.values() for run in some if run.ended_at]
+        return told == [2, 2] and services.cluster_audit.audit_cluster(since, until_now)
+
+    assert wait_for(compared, "Slurm's database", interval=0.5) == (2, [])
+
+
+def test_whole_gpu_that_slurm_gives_while_a_share_is_left_waits_for_it(
+    services: Services, cluster: ConfiguredCluster
+) -> None:
+    """Slurm 22.05 takes a GPU for free when the first of its shares ends."""
+    shares = [asked(services, name, sharing=Sharing.SLOT) for name in MEMBERS[:2]]
+    first, second = start(services, *shares)
+    whole = asked(services, MEMBERS[2], model="A100")
+    wait_for(lambda: cluster.holder(whole.id, "%T %r") == "PENDING Resources", "its job")
+    end(services, first)
+    until(services, [whole], lambda turns: turns == [whole.id])
+    with pytest.raises(NoDeviceFree):
+        services.queue.start_ticket(whole.id)
+    assert cluster.holder(second.ticket_id) == "RUNNING"
+
+    end(services, second)
+    (lease,) = start(services, whole)
+    assert held(lease) == ("A100-SXM4-40GB", 1, 3600)
     assert problems(services.store) == []
 
 

@@ -45,10 +45,10 @@ def opened(
 
 def asked(
     services: Services, user: str, server: str = "", *, devices: int = 1, model: str = "",
-    sharing: Sharing = Sharing.WHOLE, **terms: Any,
+    sharing: Sharing = Sharing.WHOLE, memory_bytes: int = 0, **terms: Any,
 ) -> Ticket:  # fmt: skip
     """A member asks for GPUs, or a share of one, and waits for them."""
-    request = Request(devices=devices, model=model, sharing=sharing)
+    request = Request(devices=devices, model=model, sharing=sharing, memory_bytes=memory_bytes)
     waits = Terms(wait=True, **terms)
     got = services.queue.ask(ServerRef(user, server), request, engine="slurm", terms=waits)
     assert isinstance(got, Ticket)

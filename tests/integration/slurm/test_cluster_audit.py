@@ -17,7 +17,7 @@ from gpuspawner.leases import repository as leases_repository
 from gpuspawner.leases.models import Lease, LeasedDevice, LeaseState, ServerRef
 from gpuspawner.services import Services
 from gpuspawner.slurm.jobs import JobRun
-from tests.support.batch_jobs import A100, a_day_later, run, wait_in_line
+from tests.support.batch_jobs import A100, GIB, a_day_later, run, wait_in_line
 from tests.support.brokers import T0
 
 
@@ -27,17 +27,21 @@ def services(database_url: str) -> Iterator[Services]:
         yield services
 
 
+WHOLE = LeasedDevice("GPU-1", 0, 0, A100, 80 * GIB)
+SHARE = replace(WHOLE, slots=4, held_slots=3)
+ALL_SLOTS = replace(WHOLE, slots=4, held_slots=4)
+
+
 def session(
-    services: Services, ticket: str, begins: int = 0, ends: int = 3600, count: int = 1
+    services: Services, ticket: str, begins: int = 0, ends: int = 3600, device: LeasedDevice = WHOLE
 ) -> Lease:
     """One that ended, with its seconds since T0."""
-    devices = tuple(LeasedDevice(f"GPU-{n}", n, n, A100, 1) for n in range(count))
     lease = Lease(
         id=f"l{ticket}{begins}",
         server=ServerRef("anna", ticket),
         account="member:anna",
         environment="pytorch",
-        devices=devices,
+        devices=(device,),
         rate=0,
         hold=0,
         state=LeaseState.GRANTED,
@@ -64,8 +68,14 @@ def test_audit_reports_sessions_that_differ_from_slurm_jobs(services: Services) 
         ([holder("aa", seconds=3602)], ["3600 s here, and 3602 s in Slurm (job 1)"]),
         ([holder("aa", seconds=3598)], ["3600 s here, and 3598 s in Slurm (job 1)"]),
         ([], ["it had devices for 3600 s, but Slurm has no job for it"]),
-        ([holder("aa", gpus={"a100": 2})], ["1 devices here, and 2 in Slurm (job 1)"]),
-        ([holder("aa", gpus={}, shards={"": 1})], []),
+        (
+            [holder("aa", gpus={"a100": 2})],
+            ["1 device here, and 2 devices in Slurm (job 1)"],
+        ),
+        (
+            [holder("aa", gpus={}, shards={"": 1})],
+            ["1 device here, and 1 shard in Slurm (job 1)"],
+        ),
         (
             [holder("aa"), holder("aa", 2, seconds=60)],
             [
@@ -78,6 +88,24 @@ def test_audit_reports_sessions_that_differ_from_slurm_jobs(services: Services) 
         found = services.cluster_audit.compare([lease], {"aa": runs}, runs)
         assert [each.what for each in found] == said
         assert all(each.subject == "lease laa0 of anna/aa" for each in found)
+
+
+@pytest.mark.parametrize(
+    ("device", "cells", "said"),
+    [
+        (SHARE, {"gpus": {}, "shards": {"a100": 3}}, []),
+        (SHARE, {"gpus": {}, "shards": {"": 2}}, ["3 shards here, and 2 shards in Slurm (job 1)"]),
+        (SHARE, {}, ["3 shards here, and 1 device in Slurm (job 1)"]),
+        (ALL_SLOTS, {}, []),  # Slurm gave the whole one
+    ],
+)
+def test_audit_compares_the_shards_of_a_session(
+    services: Services, device: LeasedDevice, cells: dict[str, Any], said: list[str]
+) -> None:
+    wait_in_line(services, "aa")
+    lease = session(services, "aa", device=device)
+    found = services.cluster_audit.compare([lease], {"aa": [holder("aa", **cells)]})
+    assert [each.what for each in found] == said
 
 
 def test_one_job_may_cover_two_sessions_after_a_crash(services: Services) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -10,12 +11,15 @@ from datetime import datetime, timezone
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpuspawner.core.errors import TooMuchAsked
+from gpuspawner.devices.suitability import suitable
 from gpuspawner.leases.models import Request, ServerRef, Sharing
 from gpuspawner.queue.models import Ticket
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
-from gpuspawner.slurm.job_spec import JobResources, able, of, resources_of
+from gpuspawner.slurm.job_spec import JobResources, able, devices_of, of, resources_of
 from gpuspawner.slurm.programs import minutes_of, words
 
 GIB = 2**30
@@ -120,6 +124,8 @@ def test_job_gets_a_node_share_per_gpu_or_shard() -> None:
 
     told = asked(SHARED, model="A100", sharing=Sharing.SLOT)
     assert "--cpus-per-task=2" in told and f"--mem={int(64 * 1024 * 0.9 / 8)}M" in told
+    told = asked(SHARED, sharing=Sharing.SLOT, memory_bytes=30 * GIB)
+    assert "--cpus-per-task=6" in told and f"--mem={int(64 * 1024 * 0.9 * 3 / 8)}M" in told
     assert "--cpus-per-task=8" in asked(SHARED, model="A100")
 
 
@@ -143,6 +149,8 @@ SHARED = replace(
         # A quarter of an A100 has 10 GB, and half of a T4 has 7.
         ({"memory_bytes": 7 * GIB}, "shard:1", ""),
         ({"memory_bytes": 8 * GIB}, "shard:a100:1", ""),
+        ({"memory_bytes": 11 * GIB}, "shard:a100:2", ""),
+        ({"memory_bytes": 30 * GIB}, "shard:a100:3", ""),
     ],
 )
 def test_share_is_asked_for_where_devices_are_shared(
@@ -150,6 +158,87 @@ def test_share_is_asked_for_where_devices_are_shared(
 ) -> None:
     told = asked(SHARED, sharing=Sharing.SLOT, **request_)
     assert (gres(told), without(told)) == (wanted, not_on)
+
+
+UNEVEN = replace(
+    CLUSTER,
+    nodes=(
+        SHARED.nodes[0],
+        replace(node("two", H100), shards={"h100": 4}),
+        replace(node("four", A100), shards={"a100": 3}),
+        replace(node("five", H100, A100), shards={"h100": 4, "a100": 4}),
+    ),
+)
+"""Three A100s are in quarters and one is in thirds; two H100s are in quarters."""
+
+
+@pytest.mark.parametrize(
+    ("request_", "wanted", "not_on"),
+    [
+        # Of A100s, two quarters or two thirds.
+        ({"memory_bytes": 15 * GIB, "model": "A100"}, "shard:a100:2", ""),
+        # A quarter of an H100 would do, but there are fewer of them.
+        ({"memory_bytes": 15 * GIB}, "shard:a100:2", ""),
+        ({"memory_bytes": 12 * GIB, "model": "A100"}, "shard:a100:2", "four"),
+        ({"memory_bytes": 29 * GIB}, "shard:a100:3", "four"),
+        # Two quarters of an H100 would do, too.
+        ({"memory_bytes": 27 * GIB, "models": ("A100", "H100")}, "shard:a100:3", "four"),
+        ({"memory_bytes": 31 * GIB}, "shard:h100:2", ""),
+    ],
+)
+def test_share_has_one_number_of_shards_wherever_it_may_start(
+    request_: dict[str, Any], wanted: str, not_on: str
+) -> None:
+    """That number is what most of the suitable GPUs need."""
+    told = asked(UNEVEN, sharing=Sharing.SLOT, **request_)
+    assert (gres(told), without(told)) == (wanted, not_on)
+
+
+MODELS = (A100, H100, T4)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    nodes = []
+    for name in draw(st.sampled_from(["one", "one two", "one two three four"])).split():
+        models = draw(st.lists(st.sampled_from(MODELS), min_size=1, max_size=4))
+        shards = {gres: draw(st.integers(1, 8)) for _, gres, _ in models}
+        nodes.append(replace(node(name, *sorted(models)), shards=shards))
+    return Cluster(name="lab", nodes=tuple(nodes))
+
+
+@given(
+    cluster=clusters(),
+    gib=st.integers(0, 90),
+    models=st.lists(st.sampled_from(["A100", "H100", "T4"]), max_size=2),
+)
+def test_every_gpu_that_slurm_may_choose_has_the_memory_in_as_many_shards(
+    cluster: Cluster, gib: int, models: list[str]
+) -> None:
+    request = Request(devices=1, sharing=Sharing.SLOT, memory_bytes=gib * GIB, models=tuple(models))
+    suited = {device.uuid for device in suitable(request, devices_of(cluster))}
+    if not suited:
+        with pytest.raises(TooMuchAsked):
+            of(replace(TICKET, request=request), cluster)
+        return
+    job = of(replace(TICKET, request=request), cluster)
+    kind, *types, count = job.gres.split(":")
+    assert kind == "shard"
+    by_uuid = {device.uuid: device for device in devices_of(cluster)}
+    choice = {
+        node.name: [
+            by_uuid[device.uuid]
+            for device in node.devices
+            if node.slots_of(device) > 1 and device.gres in (types or [device.gres])
+        ]
+        for node in cluster.nodes
+        if node.name not in job.excluded
+    }
+    assert able(request, cluster) == {name for name, devices in choice.items() if devices} != set()
+    for device in itertools.chain.from_iterable(choice.values()):
+        assert device.uuid in suited
+        assert device.slots_for(request.memory_bytes) == int(count) < device.slots
+        assert device.memory_bytes * int(count) >= request.memory_bytes * device.slots
 
 
 @pytest.mark.parametrize(
@@ -174,7 +263,7 @@ def test_whole_devices_are_asked_for_whether_shared_or_not(
         (CLUSTER, {}, "This hub has no shared GPU. Ask for a whole one"),
         (SHARED, {"model": "H100"}, "No H100 GPU is shared on this hub. Shared are 2 NVIDIA A100"),
         (SHARED, {"devices": 2}, "A share is of one GPU, and you asked for 2. Ask for 1."),
-        (SHARED, {"memory_bytes": 20 * GIB}, "The largest share of a GPU has 10 GB: ask for less."),
+        (SHARED, {"memory_bytes": 31 * GIB}, "The largest share of a GPU has 30 GB: ask for less."),
     ],
 )
 def test_share_that_no_node_has_is_rejected(

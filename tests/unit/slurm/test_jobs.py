@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuspawner.core.errors import SlurmUnavailable
+from gpuspawner.leases.models import LeasedDevice
+from gpuspawner.ledger.pricing import Rate, RateCard
 from gpuspawner.slurm import jobs
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
+from gpuspawner.slurm.job_billing import price_of_job
 from gpuspawner.slurm.jobs import JobRun, SlurmJob, UsagePart, jobs_of
 
 RUNS: dict[str, Any] = {
@@ -318,6 +321,18 @@ def test_run_models_come_from_gres_type_or_node(
 ) -> None:
     (run,) = parse(changed(**cells))
     assert jobs.parts_of(run, CLUSTER) == parts
+
+
+@pytest.mark.parametrize(
+    ("rate", "price"),
+    [(Rate(amount=1_000_000), 666_667), (Rate(amount=333_334, slots=3), 666_668)],
+)
+def test_shards_cost_as_much_as_a_session_with_the_same_share(rate: Rate, price: int) -> None:
+    """Two of three shards are rounded up once, to the microcredit."""
+    card = RateCard((rate,))
+    share = LeasedDevice("GPU-1", 0, 0, A100, 80 * 2**30, slots=3, held_slots=2)
+    job = price_of_job(card, [UsagePart(2, (A100,), 3)])
+    assert job == card.price([share]) == price
 
 
 class Recorder:
