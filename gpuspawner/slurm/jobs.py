@@ -81,6 +81,8 @@ class SlurmJob:
     """Where it runs or ran; several in Slurm's notation."""
     indices: tuple[int, ...] = ()
     """Slurm's numbers of its devices on that node; empty while it waits and after its end."""
+    is_share: bool = False
+    """True if it has shards of its device, which other jobs may use at the same time."""
     has_none: bool = False
     """True if it runs and got none of the devices that it asked for.
 
@@ -197,6 +199,7 @@ def _job(row: Mapping[str, Any]) -> SlurmJob:
         reason=str(row.get("state_reason") or ""),
         node=str(row.get("nodes") or ""),
         indices=given(details),
+        is_share=any(kind == "shard" for each in details for kind, _ in _GIVEN.findall(each)),
         has_none=state == "RUNNING" and any(map(_NONE_GIVEN.search, details)),
         priority=int(row.get("priority") or 0),
         excluded=str(row.get("excluded_nodes") or ""),

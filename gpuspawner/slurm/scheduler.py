@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -291,6 +292,7 @@ FRESH = 2.0
 """For how many seconds a query shows which jobs a ticket has."""
 
 SWITCHED_ON = "its machine is being switched on"
+SHARED_STILL = "somebody still has a share of its GPU"
 
 
 class SlurmDelegate(Nodes):
@@ -325,6 +327,8 @@ class SlurmDelegate(Nodes):
         self._before = before
         self._asker = SingleFlight(lambda: self._look())
         self._jobs: dict[str, SlurmJob] = {}
+        self._shared_still: Collection[tuple[str, int]] = ()
+        """The devices that several jobs have, as nodes and Slurm's indices."""
         self._turns: dict[str, Turn] = {}
         self._told_to_end: dict[str, float] = {}
         """When the jobs of tickets were cancelled, by ticket, until a query has shown the end."""
@@ -622,6 +626,8 @@ class SlurmDelegate(Nodes):
         before = self._jobs
         self._jobs = {name: _with_devices(job, before.get(name)) for name, job in found.items()}
         self._note_ends({job.id for job in jobs})
+        users = Counter((job.node, index) for job in jobs if job.lives for index in job.indices)
+        self._shared_still = {device for device, count in users.items() if count > 1}
         self._turns = {
             name: self._turn(job, places.get(job.id, 0), len(line))
             for name, job in self._jobs.items()
@@ -677,6 +683,9 @@ class SlurmDelegate(Nodes):
             again = job.may_come_again or job.id in self._ended_by_us
             return turn(over=job.end, again=again, ended_at=job.ended_at)
         why = SWITCHED_ON if job.state == "CONFIGURING" else ""
+        if not job.is_share and any((job.node, n) in self._shared_still for n in job.indices):
+            # Slurm 22.05 gives a whole device as soon as the first of its shares has ended.
+            return turn(since=job.started_at, why=SHARED_STILL)
         got_none = job.has_none and not job.indices
         return turn(uuids=self._uuids(job), since=job.started_at, got_none=got_none, why=why)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from gpuspawner.cli.check_slurm import _check_node, node_states
-from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
+from gpuspawner.core.errors import TooMuchAsked
 from gpuspawner.core.units import MICRO
 from gpuspawner.engines.base import LABEL_LEASE
 from gpuspawner.engines.preflight import Status
@@ -29,6 +29,7 @@ from gpuspawner.slurm import accounts
 from gpuspawner.slurm.cluster import Cluster
 from gpuspawner.slurm.jobs import read_holders
 from gpuspawner.slurm.programs import Slurm
+from gpuspawner.slurm.scheduler import SHARED_STILL
 from tests.support.brokers import problems
 from tests.support.configured_cluster import ConfiguredCluster
 from tests.support.images import INSTANT
@@ -88,14 +89,14 @@ def end(services: Services, *leases: Lease) -> None:
     delegate = services.delegation.delegate
     assert delegate is not None
 
-    def is_over(lease: Lease) -> str:
-        return delegate.turns()[str(lease.ticket_id)].over
+    def ended_at(lease: Lease) -> datetime | None:
+        return delegate.turns()[str(lease.ticket_id)].ended_at
 
     for lease in leases:
         delegate.cancel(str(lease.ticket_id))
     for lease in leases:
-        wait_for(partial(is_over, lease), "the end of its job")
-        services.leases.release(lease.id, reason="stopped")
+        end = wait_for(partial(ended_at, lease), "the end of its job")
+        services.leases.release(lease.id, ended_at=end, reason="stopped")
 
 
 def held(lease: Lease) -> tuple[str, int | Fraction, int]:
@@ -170,24 +171,34 @@ def test_share_of_several_shards_is_what_slurm_allocated(
     assert wait_for(compared, "Slurm's database", interval=0.5) == (2, [])
 
 
-def test_whole_gpu_that_slurm_gives_while_a_share_is_left_waits_for_it(
-    services: Services, cluster: ConfiguredCluster
+@pytest.mark.parametrize("left", ["server", "batch job"])
+def test_whole_gpu_that_slurm_gives_too_early_waits_for_the_last_share(
+    services: Services, cluster: ConfiguredCluster, left: str
 ) -> None:
     """Slurm 22.05 takes a GPU for free when the first of its shares ends."""
-    shares = [asked(services, name, sharing=Sharing.SLOT) for name in MEMBERS[:2]]
-    first, second = start(services, *shares)
+    (first,) = start(services, asked(services, MEMBERS[0], sharing=Sharing.SLOT))
+    if left == "server":
+        (second,) = start(services, asked(services, MEMBERS[1], sharing=Sharing.SLOT))
+    else:
+        job = cluster.hold(cluster.user(MEMBERS[1]), "--gres=shard:1")
+        cluster.wait_state(job, "RUNNING")
     whole = asked(services, MEMBERS[2], model="A100")
     wait_for(lambda: cluster.holder(whole.id, "%T %r") == "PENDING Resources", "its job")
     end(services, first)
-    until(services, [whole], lambda turns: turns == [whole.id])
-    with pytest.raises(NoDeviceFree):
-        services.queue.start_ticket(whole.id)
-    assert cluster.holder(second.ticket_id) == "RUNNING"
+    delegate = services.delegation.delegate
+    assert delegate is not None
+    wait_for(lambda: delegate.turns()[whole.id].why == SHARED_STILL, "Slurm to give it")
+    assert cluster.holder(whole.id) == "RUNNING"
+    assert services.queue.turns(frozenset({whole.id})) == []
 
-    end(services, second)
+    if left == "server":
+        end(services, second)
+    else:
+        cluster.run("scancel", str(job))
     (lease,) = start(services, whole)
     assert held(lease) == ("A100-SXM4-40GB", 1, 3600)
     assert problems(services.store) == []
+    end(services, lease)
 
 
 def test_check_compares_shards_with_slurm(cluster: ConfiguredCluster, described: Cluster) -> None:

@@ -98,6 +98,8 @@ def test_allocated_devices_are_parsed_from_gres_detail(
     details: list[str], indices: tuple[int, ...]
 ) -> None:
     assert jobs.given(details) == indices
+    found = job(RUNS | {"gres_detail": details})
+    assert found.is_share == any("shard" in each for each in details)
 
 
 @pytest.mark.parametrize(
