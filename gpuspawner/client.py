@@ -222,7 +222,7 @@ class SessionDevice:
     slots: int
     """How many slots the GPU has: 1 if it is not shared."""
     held_slots: int
-    """How many of them the session holds."""
+    """How many of them the session holds: all, or those of its share."""
     part: str
     """How much of a GPU it is: 1, or such as 1/7 for a MIG instance."""
 
@@ -338,7 +338,7 @@ class EnvironmentDetails:
     max_gpus: int
     cpu_variant: bool
     sharing: str
-    """Whether its servers get ``whole`` GPUs, a ``slot`` of a shared one, or ``any``."""
+    """Whether its servers get ``whole`` GPUs, a share of one (``slot``), or ``any``."""
     models: tuple[str, ...]
     default_hours: float | None
     max_hours: float | None

@@ -298,7 +298,8 @@ class Environment(_ServerSettings):
     models: DeviceModels = ()
     """Only these GPU models: parts of their names, such as A100. Without it: any."""
     min_memory: DeviceMemory = 0
-    """Least memory of each GPU, as on its box. A member can ask for more with gpu_memory."""
+    """Least memory of each GPU, as on its box, or of a share of one. A member can ask for more with
+    gpu_memory."""
     min_driver: Version = ""
     """The oldest NVIDIA driver that it runs on, such as '550.54', in quotes."""
     min_cuda: Version = ""
@@ -306,7 +307,8 @@ class Environment(_ServerSettings):
     cpu_variant: bool = True
     """Whether it can be started without a GPU."""
     sharing: Literal["whole", "slot", "any"] = "whole"
-    """How its servers hold GPUs: whole ones, one slot of a shared GPU, or as the member chooses."""
+    """How its servers hold GPUs: whole ones, a share of one ('slot'), or as the member chooses. A
+    share has as many slots of a shared GPU as its memory needs."""
     allowed_groups: Groups | None = None
     """Members of any of these groups may use it. Without it: everyone."""
     mem_limit: Size | None = None
@@ -355,7 +357,7 @@ class Environment(_ServerSettings):
             )
         if self.sharing == "slot" and self.devices.max > 1:
             raise mistake(
-                f"says 'sharing: slot', so a server gets a slot of one GPU, but up to "
+                f"says 'sharing: slot', so a server gets a share of one GPU, but up to "
                 f"{self.devices.max} GPUs. Leave out 'max', or write 'sharing: any'.",
                 "sharing",
             )
@@ -396,7 +398,7 @@ class Environment(_ServerSettings):
 
     @property
     def has_slots(self) -> bool:
-        """True if its servers may get a slot of a shared device."""
+        """True if its servers may get a share of a device."""
         return not self.cpu_only and self.sharing != "whole"
 
     @property

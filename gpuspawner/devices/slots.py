@@ -1,4 +1,4 @@
-"""Rules for the number of slots of each device, and a slot in words. Pure."""
+"""Rules for the number of slots of each device, and a share in words. Pure."""
 
 from __future__ import annotations
 
@@ -84,9 +84,8 @@ def share_label(model: str, memory_bytes: int, slots: int, held_slots: int = 1) 
     return f"{held_slots}/{slots} of {model}, about {memory}"
 
 
-def shared_with(slots: int, held_slots: int = 1) -> str:
-    """Return ``shared with up to 3 others, not isolated`` for a share of a device."""
-    others = slots - held_slots
+def shared_with(others: int) -> str:
+    """Return ``shared with up to 3 others, not isolated``, for a share beside so many slots."""
     return f"shared with up to {others} other{'s' if others > 1 else ''}, {NOT_ISOLATED}"
 
 
@@ -100,4 +99,4 @@ def describe_share(device: LeasedDevice) -> str:
         return ""
     slots, held = device.slots, device.held_slots
     label = share_label(device.model, device.memory_bytes, slots, held)
-    return f"{label}, {shared_with(slots, held)}"
+    return f"{label}, {shared_with(slots - held)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
@@ -18,7 +18,7 @@ from ..ledger.models import Account
 from ..ledger.pricing import RateCard, Rates
 from . import repository
 from .closures import LEAK, Closure, kept_for
-from .models import Device, DeviceStatus, Inventory
+from .models import Device, DeviceStatus, Inventory, slots_for
 from .placement import PlacementIndex, leasable
 from .reservations import (
     Reservation,
@@ -243,30 +243,51 @@ class ModelCount:
 
 @dataclass(frozen=True, slots=True)
 class ShareCount:
-    """The slots of the shared devices of one model, memory size and number of slots."""
+    """The shares that devices of one model, memory size and number of slots are divided into."""
 
     model: str
     memory_bytes: int
     """Memory of a whole device."""
     slots: int
     """How many slots each device has."""
-    total: int
-    """Slots of devices in service, free or leased; 0 if all of them are out of service."""
-    free: int
+    free_slots: tuple[int, ...]
+    """For each device in service, free or leased, how many slots could be granted now."""
+    held_slots: int = 1
+    """How many slots of one device a share has."""
     reserved: str = ""
     """Of the devices, as in :class:`ModelCount`."""
     part: DeviceCount = 1
     """How much of a GPU each device is: 1, or a fraction such as 1/7 for MIG instances."""
 
+    def with_memory(self, memory_bytes: int) -> ShareCount | None:
+        """Return the smallest shares with so much memory; None if only a whole device has it."""
+        held_slots = slots_for(memory_bytes, self.memory_bytes, self.slots)
+        return replace(self, held_slots=held_slots) if held_slots < self.slots else None
+
+    def up(self) -> Iterator[ShareCount]:
+        """Yield this and all larger shares of the same devices, the smallest first."""
+        for held_slots in range(self.held_slots, self.slots):
+            yield replace(self, held_slots=held_slots)
+
+    @property
+    def total(self) -> int:
+        """How many there are, free or leased; 0 if all devices are out of service."""
+        return len(self.free_slots) * (self.slots // self.held_slots)
+
+    @property
+    def free(self) -> int:
+        """How many could be granted now."""
+        return sum(left // self.held_slots for left in self.free_slots)
+
     @property
     def label(self) -> str:
-        """The share in words: ``1/4 of NVIDIA A100-SXM4-80GB, about 20 GB``."""
-        return share_label(self.model, self.memory_bytes, self.slots)
+        """A share in words: ``1/4 of NVIDIA A100-SXM4-80GB, about 20 GB``."""
+        return share_label(self.model, self.memory_bytes, self.slots, self.held_slots)
 
     @property
     def share_bytes(self) -> int:
-        """The device's memory, divided equally among its slots."""
-        return self.memory_bytes // self.slots
+        """The memory of a share: the device's, divided equally among its slots."""
+        return self.memory_bytes * self.held_slots // self.slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +323,7 @@ class Overview:
 
     @property
     def shares(self) -> tuple[ShareCount, ...]:
-        """The slots that members may ask for."""
+        """The smallest shares that members may ask for."""
         return count_shares(self.devices)
 
     @property
@@ -424,7 +445,7 @@ def count_models(views: Sequence[DeviceView], rates: RateCard) -> tuple[ModelCou
 
 
 def count_shares(views: Sequence[DeviceView]) -> tuple[ShareCount, ...]:
-    """Return the slots of shared devices by model, memory and number of slots, largest first."""
+    """Return the shares of one slot by model, memory and number of slots, largest first."""
     found: dict[tuple[str, int, int, DeviceCount], list[DeviceView]] = {}
     for view in views:
         device = view.device
@@ -436,8 +457,7 @@ def count_shares(views: Sequence[DeviceView]) -> tuple[ShareCount, ...]:
             model=model,
             memory_bytes=memory,
             slots=slots,
-            total=sum(slots for view in some if view.in_service),
-            free=sum(view.free_slots for view in some),
+            free_slots=tuple(view.free_slots for view in some if view.in_service),
             reserved=count_reserved([view.device for view in some]),
             part=part,
         )

@@ -31,7 +31,8 @@ from ..leases.host_resources import NOTHING, HostAmount, guaranteed_to
 from ..leases.models import SHARE, Request, Sharing
 from ..ledger.rules import format_time_left
 from ..queue.positions import Outlook
-from .prices import MOST_CHOICES, MemoryChoice, PriceList, Tables, choice_key, group_alike
+from .choice_tables import MOST_CHOICES, MemoryChoice, Tables, choice_key, group_alike
+from .prices import PriceList
 
 MOST_CELLS = 200
 MOST_TEXT = 20_000

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import product
-from typing import Generic, TypeVar
 
 from ..catalog.models import Environment
 from ..core.times import deadline
@@ -21,11 +20,7 @@ from ..ledger.credit_policy import SESSION, AccountRunway, CreditPolicy, planned
 from ..ledger.lots import lasts
 from ..ledger.models import Account
 from ..ledger.rules import can_afford, format_time_left, hold_for
-
-T = TypeVar("T")
-
-MOST_CHOICES = 4000
-"""Maximum number of figures on a page. With more choices, it only has the price table."""
+from .choice_tables import MOST_CHOICES, MemoryChoice, Tables, choice_key, group_alike
 
 MOST_NAMES = 4
 """Maximum number of environments named in one line of the table."""
@@ -36,23 +31,35 @@ NAME = "{name}"
 """Stands for the environment's name in a sentence."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PriceLine:
     """The price of a device or a share of one model, in all or some environments."""
 
     label: str
     free: int
     total: int
-    where: str
-    """The environments, if their prices differ; else empty."""
     rate: int
-    """Microcredits per GPU-hour."""
-    lasts: str
+    """Microcredits per hour."""
+    where: str = ""
+    """The environments, if their prices differ; else empty."""
+    lasts: str = ""
     """How long the balance pays for one device; empty if forever."""
     is_share: bool = False
-    """True for a slot of a shared device."""
+    """True for a share of a device."""
     reserved: str = ""
     """Which of them are reserved, such as ``2 reserved for vision-lab``."""
+
+    @classmethod
+    def of(cls, count: ModelCount | ShareCount, rate: int) -> PriceLine:
+        """Return the line for these devices or shares at a rate in microcredits per hour."""
+        return cls(
+            label=count.label if isinstance(count, ShareCount) else model_label(count),
+            free=count.free,
+            total=count.total,
+            rate=rate,
+            is_share=isinstance(count, ShareCount),
+            reserved=count.reserved,
+        )
 
     @property
     def price(self) -> str:
@@ -84,38 +91,8 @@ class Offer:
     a time limit (None if it never does), and in words."""
     poor: dict[str, str] = field(default_factory=dict)
     """Why an account cannot pay for the start, by the form's value of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tables(Generic[T]):
-    """What the form shows of each choice. Environments with equal terms share a table."""
-
-    of: dict[str, int]
-    """The index of an environment's table in ``tables``, by slug."""
-    tables: tuple[dict[str, T], ...]
-    """By the form's choice, as :func:`choice_key` writes it; ``model`` is empty for any."""
-
-    @classmethod
-    def shared(
-        cls, alike: Sequence[Sequence[Environment]], tables: Iterable[dict[str, T]]
-    ) -> Tables[T]:
-        """Return the tables, one for each list of environments with equal terms."""
-        of = {environment.slug: at for at, some in enumerate(alike) for environment in some}
-        return cls(of, tuple(tables))
-
-    def find(self, environment: Environment, choice: str) -> T | None:
-        """Return the entry for one choice; None if there is none."""
-        number = self.of.get(environment.slug)
-        return None if number is None else self.tables[number].get(choice)
-
-
-MemoryChoice = tuple[int | str, str, int]
-"""A number of GPUs or a share, a model, and the least GB of memory; 0 is any amount."""
-
-
-def choice_key(gpus: int | str, model: str, memory: int = 0) -> str:
-    """Return the key of a choice in :class:`Tables`: ``gpus|model``, or ``gpus|model|memory``."""
-    return f"{gpus}|{model}|{memory}" if memory else f"{gpus}|{model}"
+    shared: str = ""
+    """Of a share, such as ``shared with up to 3 others, not isolated``."""
 
 
 class PriceList:
@@ -159,54 +136,41 @@ class PriceList:
             if view.state in COUNTED
         )
 
-    def rate(self, environment: Environment, count: ModelCount) -> int:
-        """Return the microcredits per hour for one device."""
-        return self._cards[environment.slug].rate_of(count.model, part=count.part)
-
-    def share_rate(self, environment: Environment, share: ShareCount) -> int:
-        """Return the microcredits per hour for one slot of a shared device."""
-        return self._cards[environment.slug].rate_of(share.model, share.slots, share.part)
+    def rate(self, environment: Environment, count: ModelCount | ShareCount) -> int:
+        """Return the microcredits per hour for one device or share."""
+        card = self._cards[environment.slug]
+        if isinstance(count, ShareCount):
+            return card.rate_of(count.model, count.slots, count.part, count.held_slots)
+        return card.rate_of(count.model, part=count.part)
 
     def shares_of(self, environment: Environment) -> list[ShareCount]:
-        """Return the shares that a server of an environment may have on this hub."""
+        """Return the smallest shares that a server of an environment may have on this hub."""
         if not environment.has_slots:
             return []
-        return [
-            share
-            for share in self._shares
-            if share.share_bytes >= environment.min_memory and _runs_on(environment, share.model)
-        ]
+        suitable = (share for share in self._shares if _runs_on(environment, share.model))
+        found = (share.with_memory(environment.min_memory) for share in suitable)
+        return [share for share in found if share is not None]
+
+    def shares(self) -> dict[ShareCount, list[Environment]]:
+        """Return the environments of each smallest share of any, the largest share first."""
+        found: dict[ShareCount, list[Environment]] = {}
+        for environment in self.environments:
+            for share in self.shares_of(environment):
+                found.setdefault(share, []).append(environment)
+        largest_first = sorted(found, key=lambda s: (-s.share_bytes, s.model, -s.part))
+        return {share: found[share] for share in largest_first}
+
+    def smallest_shares(self) -> list[ShareCount]:
+        """Return the same without those that are a larger share of the same devices."""
+        return list({replace(share, held_slots=1): share for share in self.shares()}.values())
 
     def of_models(self, environment: Environment) -> list[PriceLine]:
         """Return a line for each model that an environment runs on; none for a CPU-only one."""
         if environment.cpu_only:
             return []
-        devices = [
-            PriceLine(
-                model_label(c),
-                c.free,
-                c.total,
-                "",
-                self.rate(environment, c),
-                "",
-                reserved=c.reserved,
-            )
-            for c in self._models_of(environment)
-        ]
-        shares = [
-            PriceLine(
-                s.label,
-                s.free,
-                s.total,
-                "",
-                self.share_rate(environment, s),
-                "",
-                True,
-                s.reserved,
-            )
-            for s in self.shares_of(environment)
-        ]
-        return devices + shares
+        found: list[ModelCount | ShareCount] = [*self._models_of(environment)]
+        found += self.shares_of(environment)
+        return [PriceLine.of(each, self.rate(environment, each)) for each in found]
 
     def lines(self, account: Account) -> list[PriceLine]:
         """Return a line for each model and share, or for each price of it if environments differ.
@@ -216,23 +180,11 @@ class PriceList:
         found = []
         for count in self.overview.models:
             of = [e for e in self.environments if count in self._models_of(e)]
-            line = PriceLine(
-                model_label(count),
-                count.free,
-                count.total,
-                "",
-                count.rate,
-                "",
-                reserved=count.reserved,
-            )
+            line = PriceLine.of(count, count.rate)
             found += self._by_rate(line, account, [(e, self.rate(e, count)) for e in of])
-        for share in self._shares:
-            of = [e for e in self.environments if share in self.shares_of(e)]
-            if of:
-                line = PriceLine(
-                    share.label, share.free, share.total, "", 0, "", True, share.reserved
-                )
-                found += self._by_rate(line, account, [(e, self.share_rate(e, share)) for e in of])
+        for share, of in self.shares().items():
+            line = PriceLine.of(share, 0)
+            found += self._by_rate(line, account, [(e, self.rate(e, share)) for e in of])
         return found
 
     def _by_rate(
@@ -270,9 +222,7 @@ class PriceList:
             return FREE
         models = self._models_of(environment)
         rates = sorted({self.rate(environment, count) for count in models})
-        shares = sorted(
-            {self.share_rate(environment, each) for each in self.shares_of(environment)}
-        )
+        shares = sorted({self.rate(environment, each) for each in self.shares_of(environment)})
         if not rates and not shares:
             return ""
         if not max([*rates, *shares]):
@@ -345,11 +295,13 @@ class PriceList:
             return []
         found = []
         for count, model, _ in self._choices(environment, counts):
-            some: Sequence[ModelCount | ShareCount] = ()
-            if count:
-                is_share = isinstance(count, str)
-                some = (self.shares_of if is_share else self._models_of)(environment)
-            sizes = {gigabytes(_size(each)) for each in some if model in ("", each.model)}
+            some: Iterable[tuple[str, int]] = ()
+            if isinstance(count, str):
+                shares = self.shares_of(environment)
+                some = ((each.model, each.share_bytes) for s in shares for each in s.up())
+            elif count:
+                some = ((c.model, c.memory_bytes) for c in self._models_of(environment))
+            sizes = {gigabytes(memory_bytes) for name, memory_bytes in some if model in ("", name)}
             if len(sizes) > 1:
                 extra = {asked} if asked and asked <= max(sizes) else set()
                 found += [(count, model, memory) for memory in sorted(sizes | extra)]
@@ -368,7 +320,7 @@ class PriceList:
             environment.cpu_variant,
             environment.sharing,
             *((c.model, self.rate(environment, c)) for c in self._models_of(environment)),
-            *((s.label, self.share_rate(environment, s)) for s in self.shares_of(environment)),
+            *((s.label, self.rate(environment, s)) for s in self.shares_of(environment)),
         )
 
     def _offer(
@@ -387,9 +339,9 @@ class PriceList:
             shares = [s for s in self.shares_of(environment) if model in ("", s.model)]
             if not shares:
                 return Offer(refusal=f"No {model or 'GPU'} of this hub has a share for {NAME}.")
-            share_rates = {self._discounted(self.share_rate(environment, s)) for s in shares}
-            what = share_choice(shares)
-            return self._priced(what, sorted(share_rates), payers, hours, lead)
+            share_rates = {self._discounted(self.rate(environment, s)) for s in shares}
+            offer = self._priced(share_choice(shares), sorted(share_rates), payers, hours, lead)
+            return replace(offer, shared=most_shared(shares))
         if not gpus:
             return Offer(refusal="" if environment.cpu_variant else f"{NAME} needs a GPU.")
         fitting = [c for c in self._models_of(environment) if model in ("", c.model)]
@@ -479,16 +431,6 @@ class PriceList:
         ]
 
 
-def group_alike(
-    environments: Iterable[Environment], terms: Callable[[Environment], Hashable]
-) -> list[list[Environment]]:
-    """Return the environments in lists of those with equal terms."""
-    found: dict[Hashable, list[Environment]] = {}
-    for environment in environments:
-        found.setdefault(terms(environment), []).append(environment)
-    return list(found.values())
-
-
 def share_choice(shares: Sequence[ShareCount]) -> str:
     """Return what a share is: ``1/4 of T4 (about 4 GB)``, or a list of what it may be.
 
@@ -502,16 +444,13 @@ def share_choice(shares: Sequence[ShareCount]) -> str:
     return f"a share of a GPU: {', or '.join(kinds)}" if len(kinds) > 1 else "".join(kinds)
 
 
-def share_note(shares: Sequence[ShareCount]) -> str:
-    """Return what a member must know before they choose a share; empty if there is none."""
-    if not shares:
-        return ""
-    shared = shared_with(max(share.slots for share in shares))
-    return f"A share is {shared}: nothing keeps others from using the memory."
+def most_shared(shares: Iterable[ShareCount]) -> str:
+    """Return ``shared with up to 3 others, not isolated``, for the most others of these shares.
 
-
-def _size(count: ModelCount | ShareCount) -> int:
-    return count.share_bytes if isinstance(count, ShareCount) else count.memory_bytes
+    Empty if there is no share.
+    """
+    others = max((share.slots - share.held_slots for share in shares), default=0)
+    return shared_with(others) if others else ""
 
 
 def _runs_on(environment: Environment, model: str) -> bool:

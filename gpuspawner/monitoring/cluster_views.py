@@ -110,9 +110,14 @@ class Tile:
 
     @property
     def share(self) -> str:
-        """How many slots are leased, such as ``3 of 4 shares in use``; empty without slots."""
+        """How many slots are leased, such as ``3 of 4 slots in use``; empty without slots."""
         slots = self.device.slots
-        return f"{sum(self.taken)} of {slots} shares in use" if slots > 1 else ""
+        return f"{sum(self.taken)} of {slots} slots in use" if slots > 1 else ""
+
+    def held_by(self, lease: Lease) -> str:
+        """Return `` (2 slots)`` if a lease has several slots of the device, and not all; or ''."""
+        slots = self.view.leases.count(lease.id)
+        return f" ({slots} slots)" if 1 < slots < self.device.slots else ""
 
     def health(self, sight: ViewerScope) -> str:
         """Return the device's problems as this viewer may see them; empty if there are none."""
@@ -249,8 +254,8 @@ def holder(tile: Tile, sight: ViewerScope) -> str:
     if not tile.leases:
         return ""
     if sight is ViewerScope.ADMIN:
-        return ", ".join(str(lease.server) for lease in tile.leases)
-    named = ", ".join(lease.server.user for lease in tile.leases)
+        return ", ".join(f"{lease.server}{tile.held_by(lease)}" for lease in tile.leases)
+    named = ", ".join(f"{lease.server.user}{tile.held_by(lease)}" for lease in tile.leases)
     return named if sight is ViewerScope.NAMES else "in use"
 
 
@@ -300,13 +305,13 @@ def _memory(doing: DeviceActivity, size: int) -> str:
 
 
 def summary(picture: ClusterSnapshot) -> str:
-    """Return how many devices and shares are free, what is reserved, and how many tickets wait."""
+    """Return how many devices and slots are free, what is reserved, and how many tickets wait."""
     queue = f"{picture.waiting} in the queue" if picture.waiting else "the queue is empty"
     shared = [tile.view for tile in picture.tiles if tile.device.slots > 1]
     total = sum(view.device.slots for view in shared if view.in_service)
-    shares = f"{sum(view.free_slots for view in shared)} of {total} shares free, " if total else ""
+    slots = f"{sum(view.free_slots for view in shared)} of {total} slots free, " if total else ""
     host = f"{picture.host}, " if picture.host else ""
-    return f"{picture.free} of {picture.total} free, {shares}{host}{queue}"
+    return f"{picture.free} of {picture.total} free, {slots}{host}{queue}"
 
 
 log = logging.getLogger(__name__)
@@ -499,7 +504,7 @@ class ClusterPage(ClusterHandler, Page):
             rates={
                 device.uuid: rates.rate_of(device.model, part=device.part) for device in devices
             },
-            share_rates={
+            slot_rates={
                 device.uuid: rates.rate_of(device.model, device.slots, device.part)
                 for device in devices
             },

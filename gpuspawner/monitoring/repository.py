@@ -199,7 +199,7 @@ _OWN_ROWS = (device_use.c.uuid == lease_places.c.uuid) & (
 class LeaseUtilization:
     """The use of a lease's GPUs between two times, in seconds of one GPU.
 
-    On a slot of a shared GPU, only the work of the lease's own programs is measured.
+    Of a share of a GPU, only the work of the lease's own programs is measured.
     """
 
     lease_id: str

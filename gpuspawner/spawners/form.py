@@ -27,7 +27,7 @@ from ..core.units import format_credits
 from ..devices.models import DeviceStatus
 from ..devices.snapshots import Overview
 from ..hub_pages.cards import PAGE, make_cards, usual_request, wait_tables
-from ..hub_pages.prices import PriceList, model_label, share_choice, share_note
+from ..hub_pages.prices import PriceList, model_label, most_shared, share_choice
 from ..leases.host_resources import HostAmount
 from ..leases.models import SHARE, LeaseState, Request
 from ..ledger.models import member_account
@@ -280,7 +280,7 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     cards = make_cards(shown, overview, outlooks, now, limits.pages_url, guaranteed)
     lines = prices.lines(account)
     fields = {e.slug: environment_fields(e, prices, limits) for e in shown}
-    shares = list(dict.fromkeys(share for e in shown for share in prices.shares_of(e)))
+    shares = list(prices.shares())
     most = max(each.gpus for each in fields.values())
     usual = [each.usual_gpus for each in fields.values() if isinstance(each.usual_gpus, int)]
     counts: list[int | str] = [*range(1 + max(most, *usual)), *([SHARE] if shares else [])]
@@ -312,9 +312,9 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
         silent=[v.device for v in overview.devices if v.device.status is DeviceStatus.UNKNOWN],
         counts=offered_counts,
         count=min(count, most) if isinstance(count, int) else count,
-        shares=shares,
+        shares=prices.smallest_shares(),
         share_choice=share_choice(shares),
-        share_note=share_note(shares),
+        shared=most_shared(shares),
         last=last,
         balance=format_credits(account.available),
         models=[(count.model, model_label(count)) for count in overview.models],

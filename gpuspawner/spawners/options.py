@@ -120,7 +120,7 @@ class FormChoice:
     environment: str | None = None
     """The name of an environment in the catalog. Without it: the catalog's default."""
     gpus: int | str | None = None
-    """Number of devices; 0 is a server without one, and :data:`SHARE` a slot of a shared one."""
+    """Number of devices; 0 is a server without one, and :data:`SHARE` a share of one."""
     gpu_model: str | None = None
     """Words of a model's name, such as ``A100``."""
     gpu_memory: int | None = None

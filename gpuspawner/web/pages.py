@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime, timedelta
-from fractions import Fraction
 from typing import Any
 from urllib.parse import quote
 
@@ -332,14 +331,15 @@ def subject(text: str, devices: Sequence[DeviceView]) -> str:
 
 
 def device_names(devices: tuple[LeasedDevice, ...]) -> str:
-    """Format devices with their indexes: ``2 x A100-80GB (GPU 0, 1)``, ``1/4 of T4 (GPU 0)``."""
+    """Format devices with their indexes: ``2 x A100-80GB (GPU 0, 1)``, ``2/4 of T4 (GPU 0)``."""
     if not devices:
         return "No GPU"
-    models: dict[tuple[str, int | Fraction], list[str]] = {}
+    models: dict[tuple[str, str], list[str]] = {}
     for device in devices:
-        models.setdefault((device.model, device.share), []).append(str(device.index))
+        share = f"{device.held_slots}/{device.slots}" if device.is_shared else ""
+        models.setdefault((device.model, share), []).append(str(device.index))
     named = (
-        (f"{len(found)} \N{MULTIPLICATION SIGN} " if share == 1 else f"{share} of ")
+        (f"{share} of " if share else f"{len(found)} \N{MULTIPLICATION SIGN} ")
         + f"{model} "
         + f"(GPU {', '.join(found)})".replace(" ", "\N{NO-BREAK SPACE}")
         for (model, share), found in models.items()

@@ -19,7 +19,7 @@ from gpuspawner.devices.snapshots import (
     count_models,
 )
 from gpuspawner.hub_pages.handlers import Price, prices
-from gpuspawner.hub_pages.prices import Offer, PriceLine, PriceList, share_choice, share_note
+from gpuspawner.hub_pages.prices import Offer, PriceLine, PriceList, most_shared, share_choice
 from gpuspawner.leases.models import SHARE
 from gpuspawner.ledger.credit_policy import OVERDRAFT, SESSION, CreditPolicy
 from gpuspawner.ledger.models import Account
@@ -75,7 +75,9 @@ def test_price_list_has_one_line_per_model_and_price() -> None:
     ]
 
     (line, _) = PriceList(overview(Rate(amount=MICRO)), [CPU], NOON).lines(replace(ADA, balance=0))
-    assert line == PriceLine("A100-80GB", 2, 2, "", MICRO, "less than a minute")
+    assert line == PriceLine(
+        label="A100-80GB", free=2, total=2, rate=MICRO, lasts="less than a minute"
+    )
 
 
 def test_price_list_shows_current_rate_and_when_it_changes() -> None:
@@ -285,7 +287,8 @@ def test_choice_by_memory_is_offered_where_it_makes_a_difference() -> None:
     prices = PriceList(shared_overview(), [TORCH, either, OLD, CPU], NOON)
     of_whole = [(1, "", 16), (1, "", 80), (2, "", 16), (2, "", 80)]
     assert prices.choices_by_memory(TORCH, counts, None) == of_whole
-    assert prices.choices_by_memory(either, counts, None) == of_whole, "all shares have 4 GB"
+    of_shares = [(SHARE, model, size) for model in ("", "T4") for size in (4, 8, 12)]
+    assert prices.choices_by_memory(either, counts, None) == of_whole + of_shares
     assert prices.choices_by_memory(TORCH, [1], 20) == [(1, "", 16), (1, "", 20), (1, "", 80)]
     assert prices.choices_by_memory(TORCH, [1], 90) == of_whole[:2]
     assert prices.choices_by_memory(OLD, counts, 10) == []
@@ -309,19 +312,17 @@ def test_shares_smaller_than_the_environment_needs_are_not_offered() -> None:
     large = EITHER.model_copy(update={"min_memory": 8 * 10**9})
     assert PriceList(shared_overview(), [large], NOON).shares_of(large) == []
     assert PriceList(shared_overview(), [TORCH], NOON).shares_of(TORCH) == []
-    assert share_note([]) == ""
+    assert most_shared([]) == ""
 
 
 def test_shares_of_several_sizes_are_named_together() -> None:
-    shares = [ShareCount("A10", 24 * 2**30, 2, 2, 1), ShareCount("T4", 16 * 2**30, 4, 4, 4)]
+    shares = [ShareCount("A10", 24 * 2**30, 2, (1,)), ShareCount("T4", 16 * 2**30, 4, (4,))]
     assert share_choice(shares) == (
         "a share of a GPU: 1/4 of T4 (about 4 GB), or 1/2 of A10 (about 12 GB)"
     )
     assert share_choice([]) == ""
-    assert share_note(shares) == (
-        "A share is shared with up to 3 others, not isolated: nothing keeps others from using the "
-        "memory."
-    )
+    assert most_shared(shares) == "shared with up to 3 others, not isolated"
+    assert most_shared(shares[:1]) == "shared with up to 1 other, not isolated"
 
 
 def test_price_text_covers_free_gpu_only_and_many_choices() -> None:

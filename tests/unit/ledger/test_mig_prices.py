@@ -104,7 +104,7 @@ def test_every_path_shows_the_price_that_a_grant_takes(
             assert card.rate_of(of.model, 1, of.part) == whole
             assert card.rate_of(of.model, of.slots, of.part) == slot
         share = [s for s in shares if (s.model, s.slots) == (device.model, device.slots)]
-        assert [prices.share_rate(LAB, each) for each in share] == [slot] * (device.slots > 1)
+        assert [prices.rate(LAB, each) for each in share] == [slot] * (device.slots > 1)
         assert kind_of(device) == kind_of(leased(device))
 
 

@@ -193,9 +193,9 @@ def test_shared_device_shows_which_slots_are_taken_and_by_whom() -> None:
         DeviceActivity(),
     )
     picture = ClusterSnapshot(NOW, (shared, tile()), 2, 0, 0, "")
-    assert summary(picture) == "0 of 2 free, 2 of 4 shares free, the queue is empty"
+    assert summary(picture) == "0 of 2 free, 2 of 4 slots free, the queue is empty"
     told = words(shared, ViewerScope.NAMES, NOW)
-    assert told["share"] == "2 of 4 shares in use"
+    assert told["share"] == "2 of 4 slots in use"
     assert told["slots"] == (True, False, True, False)
     assert told["who"] == "ada, bob"
     assert words(shared, ViewerScope.PLAIN, NOW)["who"] == "in use"
