@@ -222,7 +222,7 @@ class SessionDevice:
     slots: int
     """How many slots the GPU has: 1 if it is not shared."""
     held_slots: int
-    """How many of them the session holds: all, or those of its share."""
+    """How many of them the session holds."""
     part: str
     """How much of a GPU it is: 1, or such as 1/7 for a MIG instance."""
 

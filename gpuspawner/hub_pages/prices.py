@@ -301,7 +301,7 @@ class PriceList:
                 some = ((each.model, each.share_bytes) for s in shares for each in s.up())
             elif count:
                 some = ((c.model, c.memory_bytes) for c in self._models_of(environment))
-            sizes = {gigabytes(memory_bytes) for name, memory_bytes in some if model in ("", name)}
+            sizes = {gigabytes(size) for name, size in some if model in ("", name)} - {0}
             if len(sizes) > 1:
                 extra = {asked} if asked and asked <= max(sizes) else set()
                 found += [(count, model, memory) for memory in sorted(sizes | extra)]

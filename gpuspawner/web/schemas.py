@@ -302,7 +302,7 @@ class LeasedAnswer(Answer):
     model: str
     memory_bytes: Count
     slots: Count = Field(description="How many slots the device has: 1 if it is not shared.")
-    held_slots: Count = Field(description="How many of them the lease holds: all, or those of its share.")
+    held_slots: Count = Field(description="How many of them the lease holds.")
     part: Annotated[str, BeforeValidator(str)] = Field(
         description="How much of a GPU the device is: 1, or such as 1/7 for a MIG instance."
     )

@@ -18,6 +18,7 @@ from gpuspawner.devices.snapshots import (
     ShareCount,
     count_models,
 )
+from gpuspawner.hub_pages.choice_tables import MOST_CHOICES, MemoryChoice
 from gpuspawner.hub_pages.handlers import Price, prices
 from gpuspawner.hub_pages.prices import Offer, PriceLine, PriceList, most_shared, share_choice
 from gpuspawner.leases.models import SHARE
@@ -283,11 +284,13 @@ def test_share_has_an_offer_where_the_environment_allows_one() -> None:
 
 def test_choice_by_memory_is_offered_where_it_makes_a_difference() -> None:
     either = EITHER.model_copy(update={"slug": "either"})
-    counts = [0, 1, 2, SHARE]
+    counts: list[int | str] = [0, 1, 2, SHARE]
     prices = PriceList(shared_overview(), [TORCH, either, OLD, CPU], NOON)
-    of_whole = [(1, "", 16), (1, "", 80), (2, "", 16), (2, "", 80)]
+    of_whole: list[MemoryChoice] = [(1, "", 16), (1, "", 80), (2, "", 16), (2, "", 80)]
     assert prices.choices_by_memory(TORCH, counts, None) == of_whole
-    of_shares = [(SHARE, model, size) for model in ("", "T4") for size in (4, 8, 12)]
+    of_shares: list[MemoryChoice] = [
+        (SHARE, model, size) for model in ("", "T4") for size in (4, 8, 12)
+    ]
     assert prices.choices_by_memory(either, counts, None) == of_whole + of_shares
     assert prices.choices_by_memory(TORCH, [1], 20) == [(1, "", 16), (1, "", 20), (1, "", 80)]
     assert prices.choices_by_memory(TORCH, [1], 90) == of_whole[:2]
@@ -308,11 +311,50 @@ def test_choice_by_memory_is_offered_where_it_makes_a_difference() -> None:
     assert found.find(TORCH, "1|") is None
 
 
-def test_shares_smaller_than_the_environment_needs_are_not_offered() -> None:
-    large = EITHER.model_copy(update={"min_memory": 8 * 10**9})
-    assert PriceList(shared_overview(), [large], NOON).shares_of(large) == []
-    assert PriceList(shared_overview(), [TORCH], NOON).shares_of(TORCH) == []
-    assert most_shared([]) == ""
+def test_share_has_as_many_slots_as_the_environment_needs() -> None:
+    """Of the two T4, four slots of one are free and one of the other."""
+    half = EITHER.model_copy(update={"slug": "half", "min_memory": 8 * 10**9})
+    large = EITHER.model_copy(update={"slug": "large", "min_memory": 12 * 10**9})
+    whole = EITHER.model_copy(update={"slug": "whole", "min_memory": 13 * 10**9})
+    prices = PriceList(shared_overview(), [half, TORCH, SHARED, large, whole], NOON)
+    found = [(line.label, line.availability, line.price) for line in prices.lines(ADA)]
+    assert found[2:] == [
+        ("3/4 of T4, about 12 GB", "1 of 2 shares", "0.75"),
+        ("2/4 of T4, about 8 GB", "2 of 4 shares", "0.50"),
+        ("1/4 of T4, about 4 GB", "5 of 8 shares", "0.25"),
+    ]
+    assert prices.of(half) == "1.00 to 4.00 credits a GPU-hour, 0.50 for a share"
+    assert prices.of(whole) == "1.00 to 4.00 credits a GPU-hour"
+    assert prices.shares_of(whole) == prices.shares_of(TORCH) == []
+    assert [share.label for share in prices.smallest_shares()] == ["1/4 of T4, about 4 GB"]
+    tables = prices.tables([SHARE], [("", ADA)], HOURS)
+    offer = tables.find(half, "share|T4")
+    assert offer
+    assert (offer.what, offer.price) == ("2/4 of T4 (about 8 GB)", "0.50 credits an hour")
+    assert offer.shared == "shared with up to 2 others, not isolated"
+    none = tables.find(whole, "share|")
+    assert none and none.refusal == "No GPU of this hub has a share for {name}."
+
+
+def test_share_with_an_amount_of_memory_has_the_price_of_its_slots() -> None:
+    half = EITHER.model_copy(update={"slug": "half", "min_memory": 8 * 10**9})
+    prices = PriceList(shared_overview(), [EITHER, half], NOON)
+    asked = {
+        EITHER.slug: prices.choices_by_memory(EITHER, [SHARE], 10),
+        half.slug: prices.choices_by_memory(half, [SHARE], None),
+    }
+    assert [memory for _, model, memory in asked["torch"] if not model] == [4, 8, 10, 12]
+    assert [memory for _, model, memory in asked["half"] if not model] == [8, 12]
+    found = prices.tables((), [("", ADA)], HOURS, by_memory=asked)
+    shares = {memory: found.find(EITHER, f"share||{memory}") for memory in (4, 8, 10, 12)}
+    assert {memory: (o.what, o.totals["2"], o.shared) for memory, o in shares.items() if o} == {
+        4: ("1/4 of T4 (about 4 GB)", "0.50 credits", "shared with up to 3 others, not isolated"),
+        8: ("2/4 of T4 (about 8 GB)", "1.00 credits", "shared with up to 2 others, not isolated"),
+        10: ("3/4 of T4 (about 12 GB)", "1.50 credits", "shared with up to 1 other, not isolated"),
+        12: ("3/4 of T4 (about 12 GB)", "1.50 credits", "shared with up to 1 other, not isolated"),
+    }
+    many = [(str(number), ADA) for number in range(MOST_CHOICES // 10)]
+    assert prices.tables((), many, HOURS, by_memory=asked).tables == ()
 
 
 def test_shares_of_several_sizes_are_named_together() -> None:

@@ -1,7 +1,8 @@
-"""What MIG instances cost, by every path that knows a price. Real: pure values."""
+"""What MIG instances and shares cost, by every path that knows a price. Real: pure values."""
 
 from __future__ import annotations
 
+import contextlib
 from datetime import datetime, timezone
 from fractions import Fraction
 from math import ceil
@@ -10,12 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuspawner.catalog.models import DeviceLimits, Environment
-from gpuspawner.core.units import MICRO
+from gpuspawner.core.errors import NoDeviceFree, TooMuchAsked
+from gpuspawner.core.units import MICRO, format_price
 from gpuspawner.devices.mig_profiles import part_of_gpu, size_in_name
 from gpuspawner.devices.models import Device
-from gpuspawner.devices.snapshots import DeviceView, Overview, count_models, count_shares
-from gpuspawner.hub_pages.prices import PriceList
-from gpuspawner.leases.models import LeasedDevice
+from gpuspawner.devices.placement import PlacementIndex
+from gpuspawner.devices.slots import describe_share
+from gpuspawner.devices.snapshots import (
+    DeviceView,
+    Overview,
+    count_models,
+    count_shares,
+    device_views,
+)
+from gpuspawner.devices.suitability import suitable
+from gpuspawner.hub_pages.prices import FREE, PriceList, most_shared
+from gpuspawner.leases.models import SHARE, LeasedDevice, Request, Sharing, Slot
+from gpuspawner.ledger.models import Account
 from gpuspawner.ledger.pricing import Rate, Rates, rates_by_model
 from gpuspawner.queue.kinds import kind_of, parts_of, pool_of
 
@@ -40,14 +52,14 @@ def device_of(model: str, slots: int = 1, number: int = 0) -> Device:
     return Device(uuid=uuid, index=0, model=model, memory_bytes=memory, slots=slots, part=part)
 
 
-def leased(device: Device, *, whole: bool = True) -> LeasedDevice:
-    held = device.slots if whole else 1
-    memory = device.memory_bytes
+def leased(device: Device, held: int | None = None) -> LeasedDevice:
+    """So many slots of a device, or all."""
+    held, memory = held or device.slots, device.memory_bytes
     return LeasedDevice(device.uuid, 0, 0, device.model, memory, device.slots, held, device.part)
 
 
 def rate_of(rates: Rates, model: str, slots: int = 1) -> int:
-    return rates.card(NOON).price([leased(device_of(model, slots), whole=slots == 1)])
+    return rates.card(NOON).price([leased(device_of(model, slots), 1)])
 
 
 def test_instance_costs_its_part_unless_a_rate_names_it() -> None:
@@ -95,7 +107,7 @@ def test_every_path_shows_the_price_that_a_grant_takes(
     prices = PriceList(Overview(views, models, "", "", "", "", rates=rates), [LAB], NOON)
     shares = count_shares(views)
     for device in devices:
-        whole, slot = card.price([leased(device)]), card.price([leased(device, whole=False)])
+        whole, slot = card.price([leased(device)]), card.price([leased(device, 1)])
         (count,) = (c for c in models if c.model == device.model)
         assert prices.rate(LAB, count) == whole
         assert count.rate == rates.card(NOON).price([leased(device)])
@@ -106,6 +118,78 @@ def test_every_path_shows_the_price_that_a_grant_takes(
         share = [s for s in shares if (s.model, s.slots) == (device.model, device.slots)]
         assert [prices.rate(LAB, each) for each in share] == [slot] * (device.slots > 1)
         assert kind_of(device) == kind_of(leased(device))
+
+
+KINDS = st.tuples(st.sampled_from(MODELS), st.integers(1, 6))
+
+
+@given(RATES, st.lists(st.tuples(KINDS, st.integers(0, 6)), min_size=1), st.integers(0, 45))
+def test_form_queue_and_grant_agree_on_shares_with_memory(
+    found: list[Rate], fleet: list[tuple[tuple[str, int], int]], gigabytes: int
+) -> None:
+    """Each device has some slots in use."""
+    lab = LAB.model_copy(update={"min_memory": gigabytes * 10**9})
+    devices = [device_of(*kind, number) for number, (kind, _) in enumerate(fleet)]
+    taken = {
+        Slot(device.uuid, slot).text
+        for device, (_, used) in zip(devices, fleet, strict=True)
+        for slot in range(min(used, device.slots))
+    }
+    views = device_views(devices, {Slot.from_text(text): text for text in taken})
+    prices = PriceList(Overview(views, (), "", "", "", "", rates=Rates.of(found)), [lab], NOON)
+    card = prices.overview.rates.card(NOON, "lab")
+    request = Request(devices=1, sharing=Sharing.SLOT, memory_bytes=lab.min_memory)
+    shares = {(share.model, share.slots): share for share in prices.shares_of(lab)}
+    free = dict.fromkeys(shares, 0)
+    for device in devices:
+        index, key = PlacementIndex([device], {}), (device.model, device.slots)
+        try:
+            held = len(index.choose(request, frozenset()))
+        except TooMuchAsked:
+            assert key not in shares
+            continue
+        share, lease = shares[key], leased(device, held)
+        assert share.held_slots == held == parts_of(kind_of(device)).slots_for(lab.min_memory)
+        assert prices.rate(lab, share) == card.price([lease])
+        assert describe_share(lease) == f"{share.label}, {most_shared([share])}"
+        assert share.share_bytes == lease.share_bytes >= lab.min_memory
+        in_use = taken
+        with contextlib.suppress(NoDeviceFree):
+            while True:
+                in_use = in_use | {slot.text for slot in index.choose(request, frozenset(in_use))}
+                free[key] += 1
+    assert {key: share.free for key, share in shares.items()} == free
+
+
+@given(RATES, st.lists(KINDS, min_size=1))
+def test_each_amount_of_memory_on_the_form_has_the_price_of_its_shares(
+    found: list[Rate], kinds: list[tuple[str, int]]
+) -> None:
+    devices = [device_of(*kind, number) for number, kind in enumerate(kinds)]
+    prices = PriceList(
+        Overview(device_views(devices, {}), (), "", "", "", "", rates=Rates.of(found)), [LAB], NOON
+    )
+    card = prices.overview.rates.card(NOON, "lab")
+    choices = prices.choices_by_memory(LAB, [SHARE], None)
+    payer = Account(name="member:ada", balance=0)
+    offers = prices.tables((), [("", payer)], by_memory={"lab": choices})
+    for _, model, gigabytes in choices:
+        memory = gigabytes * 10**9
+        asked = Request(
+            devices=1, sharing=Sharing.SLOT, model=model or None, memory_bytes=memory, smallest=True
+        )
+        fitting = suitable(asked, devices)
+        rates = [card.price([leased(device, device.slots_for(memory))]) for device in fitting]
+        offer = offers.find(LAB, f"share|{model}|{gigabytes}")
+        assert offer and not offer.refusal
+        assert prices_in(offer.price) == {*map(format_price, (min(rates), max(rates)))}
+    held = {s.held_slots for share in prices.shares_of(LAB) for s in share.up()}
+    assert held == {n for device in devices for n in range(1, device.slots)}
+
+
+def prices_in(said: str) -> set[str]:
+    """The lowest and the highest price of ``0.25 to 1.00 credits an hour``."""
+    return {"0.00"} if said == FREE else set(said.removesuffix(" credits an hour").split(" to "))
 
 
 @given(st.integers(0, 10**9), st.integers(1, 4))
