@@ -103,7 +103,10 @@ def test_schedule_runs_on_a_share(hub: GPUHub, member: str, folder: Path) -> Non
     assert lease.rate == 15 * MICRO, "a quarter of the rate"
     assert log_of(folder, member, run.folder).strip() == "0.25"
     for options, words in (
-        ({"gpus": "share", "gpu_memory": 8}, "The largest share of a GPU has 4 GB: ask for less."),
+        (
+            {"gpus": "share", "gpu_memory": 16},
+            "The largest share of a GPU has 12 GB: ask for less.",
+        ),
         ({"gpu_memory": 100}, "The most is 80 GB: ask for less."),
     ):
         with pytest.raises(RequestRefused, match=words):
@@ -111,7 +114,7 @@ def test_schedule_runs_on_a_share(hub: GPUHub, member: str, folder: Path) -> Non
     client.schedules.delete(made.id)
 
 
-def test_run_by_memory_gets_the_smallest_that_fits(hub: GPUHub, member: str) -> None:
+def test_run_by_memory_gets_the_smallest_that_fits(hub: GPUHub, member: str, folder: Path) -> None:
     client = client_of(hub, member)
     for memory, model in ((10, "T4"), (20, "A100-80GB")):
         options = {"gpus": 1, "gpu_memory": memory}
@@ -121,6 +124,13 @@ def test_run_by_memory_gets_the_smallest_that_fits(hub: GPUHub, member: str) -> 
         assert run.state == "done"
         (device,) = lease_of(hub, member, run.id).devices
         assert (device.model, device.held_slots) == (model, device.slots), "the whole device"
+    share = {"gpus": "share", "gpu_memory": 8}
+    told = client.runs.quote(options=share)
+    assert (told.what, told.price) == ("2/4 of T4 (about 8 GB)", "30.00 credits an hour")
+    run = client.runs.wait(client.runs.submit(SHARE, options=share).id)
+    lease = lease_of(hub, member, run.id)
+    assert [(device.slots, device.held_slots) for device in lease.devices] == [(4, 2)]
+    assert (lease.rate, log_of(folder, member, run.folder).strip()) == (30 * MICRO, "0.5")
     sets = [{"n": 1}, {"n": 2}]
     with pytest.raises(RequestRefused, match="The most is 80 GB: ask for less"):
         client.sweeps.submit(["echo", "{n}"], sets=sets, options={"gpu_memory": 100})

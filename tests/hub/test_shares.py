@@ -145,10 +145,12 @@ def test_form_offers_amounts_of_memory_where_gpus_differ(hub: PayingHub, browser
     add_cookies(page, hub, "eve")
     page.goto(f"{hub.url}/hub/spawn/eve?opt-environment=either&opt-gpus=1&opt-gpu_memory=20")
     memory = page.locator("#gpu_memory")
-    assert memory.locator("option").all_inner_texts() == [
-        "Any amount",
-        *(f"At least {size} GB" for size in (16, 20, 80)),
-    ]
+    offered = memory.locator("option:not([hidden])")
+
+    def of_sizes(*sizes: int) -> list[str]:
+        return ["Any amount", *(f"At least {size} GB" for size in sizes)]
+
+    assert offered.all_inner_texts() == of_sizes(16, 20, 80)
     assert memory.input_value() == "20", "as the link says"
     summary = page.locator("#gpuspawner-summary")
     assert summary.inner_text().startswith("A100-80GB, "), "the T4 has less"
@@ -156,7 +158,7 @@ def test_form_offers_amounts_of_memory_where_gpus_differ(hub: PayingHub, browser
     look_over(page, "memory-form")
     look_over_in_the_dark(page, "memory-form")
     page.select_option("#gpus", "share")
-    assert not memory.is_visible(), "all shares have 4 GB"
+    assert (offered.all_inner_texts(), memory.input_value()) == (of_sizes(4, 8, 12), "")
     page.select_option("#gpus", "1")
     assert memory.input_value() == "20", "it comes back"
     page.select_option("#gpu_memory", "16")
@@ -170,7 +172,7 @@ def test_form_offers_amounts_of_memory_where_gpus_differ(hub: PayingHub, browser
     ("choice", "words"),
     [
         ("opt-gpu_memory=90", "This hub has no GPU with 90 GB. The most is 80 GB: ask for less."),
-        ("opt-gpus=share&opt-gpu_memory=8", "The largest share of a GPU has 4 GB: ask for less."),
+        ("opt-gpus=share&opt-gpu_memory=16", "The largest share of a GPU has 12 GB: ask for less."),
         ("opt-gpu_memory=0", "must be a whole number of GB from 1, such as 10, not "),
         ("opt-gpu_memory=-8", "must be a whole number of GB from 1, such as 10, not "),
         ("opt-gpu_memory=10GB", "must be a whole number of GB from 1, such as 10, not "),
@@ -208,8 +210,8 @@ def test_cluster_page_has_a_segment_for_each_slot(hub: PayingHub, browser: Brows
     page.wait_for_selector("#live:has-text('Live.')")
     shared = page.locator(".tile:has(.slots)")
     assert shared.count() == 1
-    assert "2 of 4 shares in use" in shared.inner_text()
-    assert "4.00 credits an hour, 1.00 for a share" in shared.inner_text()
+    assert "2 of 4 slots in use" in shared.inner_text()
+    assert "4.00 credits an hour, 1.00 for a slot" in shared.inner_text()
     assert shared.locator(".slot").count() == 4
     assert shared.locator(".slot.taken").count() == 2
     assert shared.locator(".slot.own").count() == 1
@@ -217,10 +219,10 @@ def test_cluster_page_has_a_segment_for_each_slot(hub: PayingHub, browser: Brows
     look_over_in_the_dark(page, "shares-cluster")
 
     hub.start_server("fay", environment="course")
-    page.wait_for_selector(".tile:has-text('3 of 4 shares in use')")
+    page.wait_for_selector(".tile:has-text('3 of 4 slots in use')")
     assert shared.locator(".slot.taken").count() == 3
     hub.stop_server("fay")
-    page.wait_for_selector(".tile:has-text('2 of 4 shares in use')")
+    page.wait_for_selector(".tile:has-text('2 of 4 slots in use')")
     page.close()
 
     (device,) = (each for each in hub.json("ada", "cluster").json()["devices"] if each["slots"] > 1)
@@ -241,6 +243,47 @@ def test_session_and_receipt_say_what_a_share_is(hub: PayingHub, browser: Browse
     sign_in(page, hub, "ada", f"leases/{lease.id}")
     look_over(page, "shares-receipt")
     page.close()
+
+
+def test_share_by_memory_has_as_many_slots_as_it_needs(hub: PayingHub, browser: Browser) -> None:
+    half, shared = "2/4 of T4, about 8 GB", "shared with up to 2 others, not isolated"
+    page = browser.new_page(viewport=WIDE)
+    add_cookies(page, hub, "fay")
+    page.goto(f"{hub.url}/hub/spawn/fay?opt-environment=either&opt-gpus=share&opt-gpu_memory=8")
+    summary = page.locator("#gpuspawner-summary")
+    assert summary.inner_text().startswith("2/4 of T4 (about 8 GB), ")
+    assert "2.00 credits an hour" in summary.inner_text()
+    assert "Starts now." in summary.inner_text()
+    assert page.locator("#gpus option:checked").inner_text() == "2/4 of T4 (about 8 GB)"
+    assert page.locator("#gpuspawner-share").inner_text().startswith(f"A share is {shared}: ")
+    look_over(page, "shares-form-by-memory")
+    look_over_in_the_dark(page, "shares-form-by-memory")
+    page.select_option("#gpu_memory", "12")
+    assert summary.inner_text().startswith("3/4 of T4 (about 12 GB), ")
+    assert "Not enough are free now." in summary.inner_text(), "two of the four slots are"
+    page.select_option("#gpu_memory", "8")
+    page.get_by_role("button", name="Start").click()
+    page.wait_for_url("**/user/fay/**")
+    page.close()
+
+    lease = lease_of(hub, "fay")
+    (device,) = lease.devices
+    assert (device.held_slots, lease.rate) == (2, 2_000_000)
+    assert variables(hub, "fay")["GPUSPAWNER_GPU_MEMORY"] == str(device.memory_bytes // 2)
+    for path in ("", f"leases/{lease.id}"):
+        assert f"{half}, {shared}" in words(hub.page("fay", path)), path
+    page = open_cluster(browser, hub, "fay")
+    page.wait_for_selector("#live:has-text('Live.')")
+    tile = page.locator(".tile:has(.slots)")
+    assert "4 of 4 slots in use" in tile.inner_text()
+    assert (tile.locator(".slot.taken").count(), tile.locator(".slot.own").count()) == (4, 2)
+    look_over(page, "shares-cluster-by-memory")
+    look_over_in_the_dark(page, "shares-cluster-by-memory")
+    sign_in(page, hub, "fay", f"leases/{lease.id}")
+    look_over(page, "shares-receipt-by-memory")
+    page.close()
+    assert "fay (2 slots)" in words(hub.page("admin", "cluster"))
+    hub.stop_server("fay")
 
 
 def test_catalog_page_prices_the_share(hub: PayingHub) -> None:
