@@ -15,7 +15,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any, cast
@@ -153,11 +153,18 @@ class OwnPlace:
     """The name of their server; empty for the default one."""
     slots: tuple[int, ...]
     """The numbers of the slots that it holds."""
+    held: str
+    """How many these are, as :meth:`Tile.held_by` says it."""
+    since: str
+    """Since when, in words."""
+    since_at: str
+    """The same in ISO 8601."""
 
     @property
-    def text(self) -> str:
-        """Return who has the device, as its own member sees it."""
-        return f"yours: {self.server}" if self.server else "yours"
+    def words(self) -> dict[str, str]:
+        """Return what its own member sees in place of these fields of :func:`words`."""
+        who = f"yours: {self.server}" if self.server else "yours"
+        return {"who": f"{who}{self.held}", "since": self.since, "since_at": self.since_at}
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +198,16 @@ def look(services: Services, recent: Recent) -> ClusterSnapshot:
         ids, uuid = dict.fromkeys(filter(None, view.leases)), view.device.uuid
         leases = tuple(opened[each] for each in ids if each in opened)
         doing = doing_of(samples.get(uuid, ()), minutes.get(uuid), now)
-        tiles.append(Tile(view, leases, doing))
+        tiles.append(tile := Tile(view, leases, doing))
         for lease in leases:
-            held = tuple(slot for slot, each in enumerate(view.leases) if each == lease.id)
-            own.setdefault(lease.server.user, {})[uuid] = OwnPlace(lease.server.name, held)
+            alone = replace(tile, leases=(lease,))
+            own.setdefault(lease.server.user, {})[uuid] = OwnPlace(
+                lease.server.name,
+                tuple(slot for slot, each in enumerate(view.leases) if each == lease.id),
+                tile.held_by(lease),
+                _since(alone, now),
+                instant(alone.since) or "",
+            )
     return ClusterSnapshot(
         at=now,
         tiles=tuple(tiles),
@@ -349,7 +362,7 @@ class SerializedSnapshot:
     def mine(self, user: str) -> str:
         """Return the member's own devices as one line of JSON."""
         own = self.own.get(user, {})
-        told = {uuid: {"who": it.text, "slots": it.slots} for uuid, it in own.items()}
+        told = {uuid: {**it.words, "slots": it.slots} for uuid, it in own.items()}
         return json.dumps(told)
 
 
@@ -493,7 +506,7 @@ class ClusterPage(ClusterHandler, Page):
             told = words(tile, self.sight, picture.at)
             uuid = tile.device.uuid
             if held := own.get(uuid):
-                told["who"] = held.text
+                told |= held.words
             tiles.append((tile.device, self.services.machines.machine_of(uuid), told, held))
         self.show(
             "cluster.html",

@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from gpuspawner.leases.models import Lease
+from gpuspawner.web.schemas import instant
 from tests.support.gpu_hub import message_of
 from tests.support.hub import NAVIGATION
 from tests.support.pages import (
@@ -211,7 +212,7 @@ def test_cluster_page_has_a_segment_for_each_slot(hub: PayingHub, browser: Brows
     shared = page.locator(".tile:has(.slots)")
     assert shared.count() == 1
     assert "2 of 4 slots in use" in shared.inner_text()
-    assert "4.00 credits an hour, 1.00 for a slot" in shared.inner_text()
+    assert "4.00 credits an hour, 1.00 a slot" in shared.inner_text()
     assert shared.locator(".slot").count() == 4
     assert shared.locator(".slot.taken").count() == 2
     assert shared.locator(".slot.own").count() == 1
@@ -277,6 +278,9 @@ def test_share_by_memory_has_as_many_slots_as_it_needs(hub: PayingHub, browser: 
     tile = page.locator(".tile:has(.slots)")
     assert "4 of 4 slots in use" in tile.inner_text()
     assert (tile.locator(".slot.taken").count(), tile.locator(".slot.own").count()) == (4, 2)
+    assert tile.locator("[data-text=who]").inner_text() == "yours (2 slots)"
+    started = tile.locator("[data-text=since]").get_attribute("data-at")
+    assert started == instant(lease.started_at), "its own start, not that of the first lease"
     look_over(page, "shares-cluster-by-memory")
     look_over_in_the_dark(page, "shares-cluster-by-memory")
     sign_in(page, hub, "fay", f"leases/{lease.id}")

@@ -52,15 +52,16 @@
   };
 
   const write = (tile, told, own) => {
+    const texts = { ...told, ...own };
     for (const place of tile.querySelectorAll("[data-text]")) {
       const name = place.dataset.text;
       if (name === "state") {
         place.className = `state ${told.state}`;
         put(place, words[told.state] || told.state);
       } else if (name === "since") {
-        since(place, told.since, told.since_at);
+        since(place, texts.since, texts.since_at);
       } else {
-        put(place, name === "who" && own ? own.who : told[name] || "");
+        put(place, texts[name] || "");
       }
     }
     for (const bar of tile.querySelectorAll("[data-width]")) {

@@ -16,6 +16,7 @@ from gpuspawner.services import Services
 from gpuspawner.spawners.options import parse, resolve
 from gpuspawner.spawners.quotes import QuoteQuestion, RunQuote, quote_of
 from gpuspawner.web.pages import device_names, lease_devices
+from gpuspawner.web.schemas import instant
 from tests.support.brokers import Clock, Make
 from tests.support.parts import each_database
 
@@ -119,4 +120,7 @@ def test_free_shares_on_the_form_are_those_that_start_at_once(make: Make, clock:
         "ada, bob, m0 (2 slots)",
         "m1 (2 slots), m2 (2 slots)",
     ]
-    assert picture.own["m0"][picture.tiles[0].device.uuid].slots == (2, 3)
+    tile = picture.tiles[0]
+    own = picture.own["m0"][tile.device.uuid]
+    assert (own.slots, own.words["who"]) == ((2, 3), "yours (2 slots)")
+    assert own.words["since_at"] > (instant(tile.since) or ""), "not since the first lease on it"

@@ -68,7 +68,7 @@ def test_holder_name_shown_depends_on_the_viewer() -> None:
         assert "training" not in json.dumps(words(some, sight, NOW))
     assert "abc123" not in json.dumps(words(some, ViewerScope.ADMIN, NOW))
 
-    own = {"ada": {"GPU-1": OwnPlace("training", (0,))}}
+    own = {"ada": {"GPU-1": OwnPlace("training", (0,), "", "since 11:00", "11:00")}}
     picture = ClusterSnapshot(NOW, (tile(),), 1, 0, 2, "", own)
     plain, full = (as_text(picture, sight) for sight in (ViewerScope.PLAIN, ViewerScope.ADMIN))
     assert "\n" not in plain
@@ -200,6 +200,12 @@ def test_shared_device_shows_which_slots_are_taken_and_by_whom() -> None:
     assert told["who"] == "ada, bob"
     assert words(shared, ViewerScope.PLAIN, NOW)["who"] == "in use"
     assert holder(shared, ViewerScope.ADMIN) == "ada/training, bob"
+    view = replace(shared.view, leases=("abc123", "abc123", "def456", None))
+    several = replace(shared, view=view)
+    assert holder(several, ViewerScope.NAMES) == "ada (2 slots), bob"
+    assert holder(several, ViewerScope.ADMIN) == "ada/training (2 slots), bob"
+    whole = replace(shared, view=replace(view, leases=("abc123",) * 4), leases=some[:1])
+    assert holder(whole, ViewerScope.NAMES) == "ada"
     unknown = Tile(DeviceView(replace(GPU, slots=2), "unknown", ""), (), DeviceActivity())
     assert words(unknown, ViewerScope.PLAIN, NOW)["slots"] == (False, False)
     assert "share" not in words(tile(), ViewerScope.PLAIN, NOW)
@@ -226,7 +232,7 @@ def frame(
     return SerializedSnapshot(at, {ViewerScope.PLAIN: text}, own, trouble)
 
 
-TRAINING = {"GPU-1": OwnPlace("training", (2,))}
+TRAINING = {"GPU-1": OwnPlace("training", (2, 3), " (2 slots)", "since 11:00", "11:00")}
 
 
 def events(text: str | None) -> dict[str, Any]:
@@ -240,11 +246,18 @@ def events(text: str | None) -> dict[str, Any]:
 
 async def test_viewer_receives_only_changed_events() -> None:
     viewer = Viewer("ada", ViewerScope.PLAIN)
-    bob = {"GPU-2": OwnPlace("x", (0,))}
+    bob = {"GPU-2": OwnPlace("x", (0,), "", "since 10:00", "10:00")}
     viewer.offer(frame("12:00:00", '{"a":1}', ada=TRAINING, bob=bob))
     assert events(await viewer.next(5)) == {
         "picture": {"a": 1},
-        "mine": {"GPU-1": {"who": "yours: training", "slots": [2]}},
+        "mine": {
+            "GPU-1": {
+                "who": "yours: training (2 slots)",
+                "since": "since 11:00",
+                "since_at": "11:00",
+                "slots": [2, 3],
+            }
+        },
         "trouble": "",
         "time": "12:00:00",
     }
