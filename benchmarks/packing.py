@@ -1,17 +1,17 @@
-"""How much of a large cluster's GPUs can be given out: our slots against FGD, best fit and random.
+"""How much of a large cluster's GPUs can be given out: our shares against FGD, best fit and random.
 
-Real: :class:`gpuspawner.devices.placement.PlacementIndex`, which chooses the GPUs and the slot on
-the node. gpuspawner places on one machine and leaves the choice of the machine to others, such as
-Slurm; here best fit stands in for them, the same as in the row "best fit". Tasks come one after
-another, never leave, and are lost if they fit nowhere, until they have asked for all GPUs of the
-cluster, and then for 130 %, as in the FGD paper (Weng et al., USENIX ATC 2023), whose cluster and
-workload these are. ``allocated`` is what the placed tasks asked for, in percent of all GPUs. What
-a slot has beyond that is ``too large``: it is held, not allocated. ``free`` is the rest.
+Real: :class:`gpuspawner.devices.placement.PlacementIndex`, which chooses the GPUs and their slots
+on the node. gpuspawner places on one machine and leaves the choice of the machine to others, such
+as Slurm; here FGD or best fit stands in for them, the same as in the rows of these names. Tasks
+come one after another, never leave, and are lost if they fit nowhere, until they have asked for all
+GPUs of the cluster, and then for 130 %, as in the FGD paper (Weng et al., USENIX ATC 2023), whose
+cluster and workload these are. ``allocated`` is what the placed tasks asked for, in percent of all
+GPUs. What a share has beyond that is ``too large``: held, but not allocated. ``free`` is the rest.
 
-With slots a task gets what gpuspawner gives: one slot, if there are slots as large as what it
-asks for, or else a whole GPU. ``--slots 2,3,4`` gives the GPUs of a node 2, 3 and 4 slots in turn.
-GPUs of the models in ``--unshared`` have none, since a server with several GPUs gets only such.
-"several of N" is what leases of several slots of a GPU would do, which gpuspawner does not have.
+With slots a task gets what gpuspawner gives: as many slots of one GPU as come to what it asks for,
+or whole GPUs. All GPUs have as many slots as ``--slots`` says, each number in a row of its own.
+The target is that shares to the percent are packed at least as well as FGD packs them where it
+chooses the node for both.
 
 ``--pods`` and ``--nodes`` are the files ``openb_pod_list_default.csv`` and
 ``openb_node_list_gpu_node.csv`` of the trace (github.com/alibaba/clusterdata, in
@@ -39,7 +39,6 @@ from support.fragmentation import (
     fill,
 )
 from support.openb import (
-    WHOLE,
     Machine,
     Pod,
     arrivals,
@@ -49,13 +48,13 @@ from support.openb import (
     read_machines,
     read_pods,
 )
-from support.our_slots import OurChoice, asked, one_slot, several_slots, with_slots
+from support.our_slots import OurChoice, share_or_whole
 from support.report import Report, Series, argument_parser, pair
 
+from gpuspawner.devices.slots import MOST_SLOTS
+
 ARRIVED = (1.0, 1.3)
-SLOTS = ("2", "3", "4", "2,3,4")
-SEVERAL = (8, 20)
-UNSHARED = ("G3", "V100M32")
+SLOTS = (4, 10, 20, MOST_SLOTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +68,20 @@ class Trial:
     def fill(
         self,
         score: Callable[[Random], Score],
-        *,
-        slots: Sequence[Sequence[int]] = (),
-        request: Callable[[Pod], Pod] = lambda pod: pod,
-        ours: bool = False,
+        slots: int = ANY,
     ) -> list[Filled]:
-        """Fill an empty cluster; the same tasks come each time."""
+        """Fill an empty cluster; the same tasks come each time.
+
+        With ``slots`` on each GPU, gpuspawner chooses the GPUs on the node.
+        """
         random = Random(self.seed + 1)
-        slots = slots or [(ANY,) * machine.gpus for machine in self.machines]
-        nodes = [Node.empty(*each) for each in zip(self.machines, slots, strict=True)]
+        nodes = [Node.empty(machine, (slots,) * machine.gpus) for machine in self.machines]
         return fill(
             Chooser(nodes, score(random), random),
             arrivals(self.kinds, Random(self.seed)),
             arrived=ARRIVED,
-            request=request,
-            devices=OurChoice(nodes) if ours else None,
+            request=partial(share_or_whole, slots) if slots else lambda pod: pod,
+            devices=OurChoice(nodes) if slots else None,
         )
 
 
@@ -92,9 +90,7 @@ def main() -> None:
     parser.add_argument("--pods", help="CSV of the trace's pods")
     parser.add_argument("--nodes", help="CSV of the trace's nodes with GPUs")
     parser.add_argument("--machines", type=int, default=1, help="only each N-th node (1)")
-    parser.add_argument("--slots", nargs="+", default=SLOTS, help="2 3 4 2,3,4")
-    parser.add_argument("--several", nargs="*", type=int, default=SEVERAL, help="8 20")
-    parser.add_argument("--unshared", nargs="*", default=UNSHARED, help="models without slots")
+    parser.add_argument("--slots", nargs="+", type=int, default=SLOTS, help="4 10 20 100")
     parser.add_argument("--seed", type=int, default=2026)
     args = parser.parse_args()
     machines = read_machines(args.nodes) if args.nodes else published_machines()
@@ -115,20 +111,13 @@ def main() -> None:
     add("FGD", found)
     add("best fit", [trial.fill(fit) for trial in trials])
     add("random", [trial.fill(at_random) for trial in trials])
-    ratios = []
-    for text in args.slots:
-        counts = [int(count) for count in text.split(",")]
-        slots = with_slots(machines, counts, args.unshared)
-        ask = partial(one_slot, WHOLE // min(counts))
-        ours = [trial.fill(fit, slots=slots, request=ask, ours=True) for trial in trials]
-        ratios.append(add(f"ours, {text} slots", ours))
-    for count in args.several:
-        ask = partial(several_slots, count)
-        for name, score in (("best fit", fit), ("FGD", fgd_of(asked(kinds, ask)))):
-            filled = [trial.fill(score, request=ask) for trial in trials]
-            add(f"several of {count}, node by {name}", filled)
-    # A target is the most that a figure may be, so it is FGD's part of ours.
-    report.figure("fgd_to_ours", 1 / max(ratios), most=1.0)
+    for slots in args.slots:
+        ours = [trial.fill(fgd_of(asked(kinds, slots)), slots) for trial in trials]
+        ratio = add(f"{slots} slots, node by FGD", ours)
+        if slots == MOST_SLOTS:
+            # A target is the most that a figure may be, so it is FGD's part of ours.
+            report.figure("fgd_to_ours", 1 / ratio, most=1.0)
+        add(f"{slots} slots, node by best fit", [trial.fill(fit, slots) for trial in trials])
     report.print(args.json)
 
 
@@ -147,6 +136,15 @@ def add_row(
     cells = [Series(tuple(values)).times(100).text(2) for values in percent]
     report.row(name, *cells, both.ratios.text(3))
     return both.ratios.median
+
+
+def asked(kinds: Mapping[Pod, float], slots: int) -> dict[Pod, float]:
+    """Return how frequent each request is where GPUs have so many slots."""
+    found: dict[Pod, float] = {}
+    for pod, weight in kinds.items():
+        request = share_or_whole(slots, pod)
+        found[request] = found.get(request, 0) + weight
+    return found
 
 
 def fgd_of(kinds: Mapping[Pod, float]) -> Callable[[Random], Score]:

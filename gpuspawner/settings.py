@@ -92,7 +92,7 @@ class GPUDevices(LoggingConfigurable):
         config=True,
         help="""
         Devices that several members may use at the same time, by part of a model's name or by
-        UUID, and into how many equal slots each is divided. Up to 16; 1 is a device that is not
+        UUID, and into how many equal slots each is divided. Up to 100; 1 is a device that is not
         shared. A UUID goes before a model, and the longer of two model names before the shorter.
 
         Members take turns on such a device, and nothing isolates them. The accounting service ends

@@ -7,8 +7,7 @@ uses none. A task goes where it adds the least; as in the authors' simulator thi
 whole points of 100, by a sigmoid, and the chooser takes any of the equal nodes. Best fit leaves
 the least processors and GPUs free, each as a part of the largest node's, with equal weights.
 
-GPUs may have equal slots. Then a task takes one slot that is large enough, or a whole GPU; several
-GPUs only where there are no slots.
+GPUs may have equal slots. Then a task takes as many slots of one GPU as it needs, or whole GPUs.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from itertools import accumulate
 from math import exp, inf
 from random import Random
 
+from gpuspawner.devices.models import slots_for
+
 from .openb import WHOLE, Machine, Pod
 
 POINTS = 100
@@ -28,13 +29,14 @@ ANY = 0
 
 
 def needed(pod: Pod, slots: int) -> float:
-    """Return how much a pod takes of a GPU with this many slots; infinite if it does not fit."""
-    if pod.part == WHOLE:
-        return WHOLE if pod.gpus == 1 or slots in (ANY, 1) else inf
-    if slots == ANY:
+    """Return what a pod takes of each GPU with so many slots; infinite if it cannot have it.
+
+    A share never has all slots.
+    """
+    if pod.part == WHOLE or slots == ANY:
         return pod.part
-    slot = WHOLE // slots
-    return slot if slots > 1 and pod.part <= slot else inf
+    held = slots_for(pod.part, WHOLE, slots)
+    return held * WHOLE // slots if held < slots else inf
 
 
 @dataclass(slots=True)

@@ -38,6 +38,7 @@ from .refusals import (
     no_slot_free,
     reserved_for_others,
     too_much_asked,
+    why_reserved,
 )
 from .reservations import preference, reservation_of
 from .suitability import alike, most_together, suitable
@@ -123,10 +124,7 @@ class PlacementIndex:
 
     def why_reserved(self, request: Request) -> str:
         """Return the sentence that only devices reserved for others suit a request; else empty."""
-        if suitable(request, self._existing):
-            return ""
-        reserved = reserved_for_others(request, self._existing)
-        return _reserved(request, reserved) if reserved else ""
+        return why_reserved(request, self._existing)
 
     def differs_in_reservations(self, other: PlacementIndex) -> bool:
         """Return True if a device that both have is reserved in another way there."""

@@ -64,6 +64,14 @@ def too_much_asked(
     return TooMuchAsked(said, asked=request.devices, most=most, existing=len(existing))
 
 
+def why_reserved(request: Request, existing: Iterable[Device]) -> str:
+    """Return the sentence that only devices reserved for others suit a request; else empty."""
+    fitting = of_request(request, existing)
+    if not fitting or any(may_use(request, device) for device in fitting):
+        return ""
+    return _reserved(request, fitting)
+
+
 def reserved_for_others(request: Request, devices: Iterable[Device]) -> list[Device]:
     """Return the devices that suit a request, but not its member."""
     return [d for d in of_request(request, devices) if not may_use(request, d)]

@@ -11,7 +11,7 @@ from ..core.units import format_memory
 from ..leases.models import LeasedDevice
 from .models import Device, DeviceStatus, longest_match, model_words
 
-MOST_SLOTS = 16
+MOST_SLOTS = 100
 """The most slots of one device."""
 
 

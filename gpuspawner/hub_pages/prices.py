@@ -130,7 +130,7 @@ class PriceList:
                 view.device.model,
                 view.device.memory_bytes,
                 view.device.part,
-                reservation_of(view.device),
+                (view.device.slots, reservation_of(view.device)),
             )
             for view in overview.devices
             if view.state in COUNTED
@@ -390,9 +390,9 @@ class PriceList:
         """Return the most devices of these that one server may have, in service or not."""
         sizes = {(count.model, count.memory_bytes, count.part) for count in models}
         together = Counter[object]()
-        for (model, memory, part, reservation), some in self._known.items():
+        for (model, memory, part, alike), some in self._known.items():
             if (model, memory, part) in sizes:
-                together[model, reservation] += some
+                together[model, alike] += some
         return max(together.values(), default=0)
 
     def _lasts(self, account: Account, rate: int) -> str:

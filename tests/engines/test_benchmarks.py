@@ -32,7 +32,7 @@ SHORTEST = {
     "live_page": ("--viewers", "5", "--seconds", "3"),
     "pages": ("--members", "3", "--sessions", "2000"),
     "sharing": (),
-    "packing": ("--machines", "20", "--several", "8"),
+    "packing": ("--machines", "20"),
     "runs": ("--days", "1", "--waiting", "10"),
     "busy_year": ("--leases", "500", "--charge-minutes", "100000"),
 }
