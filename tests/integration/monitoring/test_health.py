@@ -126,7 +126,7 @@ def test_refund_amount_follows_the_sick_refund_rule(
     lease = running(services, "ada")
     clock.forward(minutes=20)
     find(services, lease.uuids[0], "xid link")
-    assert ("comes back" in told(services, "ada")[0]) is bool(back)
+    assert ("is refunded" in told(services, "ada")[0]) is bool(back)
     clock.forward(minutes=minutes)
     services.leases.release(lease.id, ended_at=clock.now, reason="stopped")
     services.health.settle_sick()
