@@ -223,7 +223,7 @@ def test_terminal_tells_the_price_and_submits_a_sweep(
     rest = ("--", "--lr={lr}", "{seed}", "{tag}")
     said = run(*words, *rest, status=1)
     assert "6 runs, at most 2 at once. If each takes its 2 hours, they cost 720 credits" in said
-    assert "up to 60 an hour each. 2 must be there" in said and "--yes" in said
+    assert "up to 60 an hour each. 2 must be available" in said and "--yes" in said
     assert call(hub, member, "GET", "runs")["runs"] == []
     said = run(*words, "--yes", *rest)
     name = said.splitlines()[-1].split()[0]
