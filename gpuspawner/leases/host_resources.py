@@ -173,3 +173,24 @@ class HostBudget:
         if self.total.milli_cpus != UNLIMITED:
             parts.append(f"{reserved.milli_cpus / 1000:g} of {format_cores(self.total.milli_cpus)}")
         return " and ".join(parts) + " reserved"
+
+
+@dataclass(frozen=True, slots=True)
+class HostSnapshot:
+    """The host's budget at one moment."""
+
+    budget: HostBudget
+    reserved: HostAmount
+    """The guarantees of all open leases."""
+    free_devices: DeviceCount = 0
+    """Devices that could be granted; a slot of four counts as 1/4."""
+
+    @property
+    def text(self) -> str:
+        """How much is reserved, in words."""
+        return self.budget.summary(self.reserved)
+
+    def left(self, *, has_devices: bool) -> HostAmount:
+        """Return what a start with, or without, a device may still have; 0 if nothing is left."""
+        left = self.budget.left(self.reserved, self.free_devices, has_devices=has_devices)
+        return left.at_least(NOTHING)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import Enum
+from fractions import Fraction
 from typing import Any, cast
 
 from tornado import web
@@ -26,7 +27,8 @@ from tornado.iostream import StreamClosedError
 
 from ..core.errors import GPUSpawnerError, TooManyViewers
 from ..devices.models import Device, DeviceStatus
-from ..devices.snapshots import DeviceView
+from ..devices.snapshots import DeviceView, Overview
+from ..leases.host_resources import HostSnapshot
 from ..leases.models import Lease, LeaseState
 from ..services import Services
 from ..web import view_models
@@ -36,7 +38,7 @@ from ..web.fields import whole
 from ..web.pages import STATES, Page
 from ..web.schemas import instant
 from .models import THROTTLE, DeviceUse, Sample
-from .schemas import ClusterAnswer, ClusterDeviceAnswer
+from .schemas import ClusterAnswer, ClusterDeviceAnswer, HostAnswer
 
 FRESH = timedelta(seconds=15)
 """Maximum age of a sample that counts as current."""
@@ -181,8 +183,8 @@ class ClusterSnapshot:
     """Why the devices cannot be seen; empty if they can."""
     own: Mapping[str, Mapping[str, OwnPlace]] = field(default_factory=dict)
     """For each member, what they have of each device, by UUID."""
-    host: str = ""
-    """How much of the host's memory and CPU is reserved, in words; empty without a budget."""
+    host: HostSnapshot | None = None
+    """The host's memory and CPU; None without a budget."""
 
 
 def look(services: Services, recent: Recent) -> ClusterSnapshot:
@@ -191,7 +193,6 @@ def look(services: Services, recent: Recent) -> ClusterSnapshot:
     overview = services.monitoring.overview()
     opened = {lease.id: lease for lease in services.leases.open_leases()}
     minutes, samples = services.monitoring.use_now(), recent()
-    budget = services.leases.budget
     own: dict[str, dict[str, OwnPlace]] = {}
     tiles = []
     for view in overview.devices:
@@ -216,8 +217,16 @@ def look(services: Services, recent: Recent) -> ClusterSnapshot:
         waiting=overview.waiting,
         error=overview.error,
         own=own,
-        host=budget.summary(services.leases.host_reserved()) if budget else "",
+        host=_host(services, overview),
     )
+
+
+def _host(services: Services, overview: Overview) -> HostSnapshot | None:
+    budget = services.leases.budget
+    if budget is None:
+        return None
+    free = sum(Fraction(view.free_slots, view.device.slots) for view in overview.devices)
+    return HostSnapshot(budget, services.leases.host_reserved(), free)
 
 
 def doing_of(samples: Sequence[Sample], minute: DeviceUse | None, now: datetime) -> DeviceActivity:
@@ -323,7 +332,7 @@ def summary(picture: ClusterSnapshot) -> str:
     shared = [tile.view for tile in picture.tiles if tile.device.slots > 1]
     total = sum(view.device.slots for view in shared if view.in_service)
     slots = f"{sum(view.free_slots for view in shared)} of {total} slots free, " if total else ""
-    host = f"{picture.host}, " if picture.host else ""
+    host = f"{picture.host.text}, " if picture.host else ""
     return f"{picture.free} of {picture.total} free, {slots}{host}{queue}"
 
 
@@ -597,7 +606,8 @@ class ClusterAPI(ClusterHandler, APIHandler):
         picture: ClusterSnapshot = await self.read(look, self.services, self.context.recent)
         devices = [device(tile, self.user, self.sight) for tile in picture.tiles]
         seen = not picture.error
-        self.answer(ClusterAnswer, picture, as_of=picture.at, seen=seen, devices=devices)
+        host = HostAnswer.of_snapshot(picture.host) if picture.host else None
+        self.answer(ClusterAnswer, picture, as_of=picture.at, seen=seen, host=host, devices=devices)
 
 
 def device(tile: Tile, user: str, sight: ViewerScope) -> ClusterDeviceAnswer:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
+from ..leases.host_resources import UNLIMITED, HostAmount, HostSnapshot
 from ..web.schemas import (
     Amount,
     Answer,
@@ -58,11 +59,48 @@ class ClusterDeviceAnswer(Answer):
     note: str
 
 
+class HostAmountAnswer(Answer):
+    """Memory and CPU cores; null for what has no budget."""
+
+    memory_bytes: Count | None
+    cpus: Number | None
+
+
+class HostAnswer(Answer):
+    """The memory and CPU cores of the hub's machine that servers share."""
+
+    budget: HostAmountAnswer = Field(description="For all servers together.")
+    reserved: HostAmountAnswer = Field(description="What servers and runs are guaranteed.")
+    left: HostAmountAnswer = Field(description="What a start with a GPU may still have.")
+    left_without_gpu: HostAmountAnswer = Field(
+        description="What a start without a GPU may still have: less, if free GPUs keep some."
+    )
+
+    @classmethod
+    def of_snapshot(cls, host: HostSnapshot) -> HostAnswer:
+        """Return the answer about a budget."""
+        total = host.budget.total
+
+        def of(amount: HostAmount) -> HostAmountAnswer:
+            return HostAmountAnswer(
+                memory_bytes=None if total.memory_bytes == UNLIMITED else amount.memory_bytes,
+                cpus=None if total.milli_cpus == UNLIMITED else amount.milli_cpus / 1000,
+            )
+
+        return cls(
+            budget=of(total),
+            reserved=of(host.reserved),
+            left=of(host.left(has_devices=True)),
+            left_without_gpu=of(host.left(has_devices=False)),
+        )
+
+
 class ClusterAnswer(DatedAnswer):
     seen: bool
     total: Count
     free: Count
     waiting: Count
+    host: HostAnswer | None = Field(description="null without a budget of memory or CPU cores.")
     devices: tuple[ClusterDeviceAnswer, ...]
 
 

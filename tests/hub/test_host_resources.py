@@ -36,6 +36,7 @@ c.GPULocalSpawner.catalog = "{folder}/catalog.yaml"
 c.GPUHost.memory = "7G"
 c.GPUHost.system_memory = "1G"
 c.GPUHost.cpus = 16
+c.GPUHost.cpus_per_free_gpu = 1
 c.JupyterHub.load_groups = {{"heavy": {{"users": ["fay"]}}}}
 c.GPULocalSpawner.group_overrides = {{
     "heavy": {{"groups": ["heavy"], "spawner_override": {{"mem_guarantee": "3G"}}}}
@@ -65,6 +66,12 @@ def test_server_without_a_gpu_waits_for_memory(hub: PayingHub, browser: Browser)
     cluster = words(hub.page(ADMIN, "cluster"))
     assert "4.0 GB of 6.0 GB of memory and 2 of 15 CPU cores reserved, 1 in the queue" in cluster
     assert "4.0 GB of memory (2.0 GB free)" in words(hub.page(ADMIN, "queue"))
+    assert hub.json("bob", "cluster").json()["host"] == {
+        "budget": {"memory_bytes": 6 * GB, "cpus": 15},
+        "reserved": {"memory_bytes": 4 * GB, "cpus": 2},
+        "left": {"memory_bytes": 2 * GB, "cpus": 13},
+        "left_without_gpu": {"memory_bytes": 2 * GB, "cpus": 11},
+    }
     form = hub.open_page("dee", "/hub/spawn").text
     assert "4.0 GB of memory guaranteed" in form
     assert "waits for 4.0 GB of memory (2.0 GB free)" in form

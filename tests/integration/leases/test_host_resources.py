@@ -12,9 +12,11 @@ import pytest
 from gpuspawner.core.errors import ConfigError, HostFull, TooMuchAsked
 from gpuspawner.leases.host_resources import NOTHING, HostAmount
 from gpuspawner.leases.models import Lease, ServerRef, Sharing
+from gpuspawner.monitoring.cluster_views import look
 from gpuspawner.services import Services
 from tests.support import racers
 from tests.support.brokers import Make, acquire, open_services, problems, running
+from tests.support.gpu_hub import simulated_uuids
 from tests.support.parts import each_database
 
 GB = 2**30
@@ -148,6 +150,29 @@ def test_restarting_server_may_ask_for_other_amounts(make: Make) -> None:
     stopped_for_a_restart(services, host_memory_bytes=20 * GB)
     acquire(services, "ada", 0, host_memory_bytes=2 * GB)
     acquire(services, "bob", 0, host_memory_bytes=30 * GB)
+
+
+@pytest.mark.parametrize("has_devices", [True, False])
+def test_cluster_says_what_exactly_is_left_for_a_start(make: Make, has_devices: bool) -> None:
+    services = make(
+        **BUDGET,
+        device_source="simulated:3xA100-80GB",
+        shared_devices={simulated_uuids("3xA100-80GB")[0]: 4},
+        memory_per_free_gpu="4G",
+    )
+    acquire(services, "ada", 1, sharing=Sharing.SLOT, host_memory_bytes=3 * GB)
+    acquire(services, "bob", 1, host_memory_bytes=2 * GB)
+    services.devices.drain(acquire(services, "cyd", 1).uuids[0], actor="root", reason="a fan")
+    host = look(services, dict).host
+    assert host is not None and host.reserved == HostAmount(5 * GB)
+    left = host.left(has_devices=has_devices)
+    assert left == HostAmount((27 if has_devices else 24) * GB, 8000), "3/4 of a GPU are free"
+    asked = {"devices": int(has_devices), "sharing": Sharing.SLOT}
+    with pytest.raises(HostFull):
+        acquire(services, "eve", **asked, host_memory_bytes=left.memory_bytes + 1)
+    acquire(services, "eve", **asked, host_memory_bytes=left.memory_bytes)
+    host = look(services, dict).host
+    assert host is not None and host.left(has_devices=has_devices).memory_bytes == 0
 
 
 @pytest.mark.parametrize(

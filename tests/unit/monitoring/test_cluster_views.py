@@ -6,13 +6,14 @@ import asyncio
 import json
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from gpuspawner.devices.models import Device, DeviceStatus
 from gpuspawner.devices.snapshots import DeviceView
-from gpuspawner.leases.host_resources import UNLIMITED, HostAmount, HostBudget
+from gpuspawner.leases.host_resources import UNLIMITED, HostAmount, HostBudget, HostSnapshot
 from gpuspawner.leases.models import Lease, LeaseState, ServerRef
 from gpuspawner.monitoring.cluster_views import (
     ClusterSnapshot,
@@ -30,6 +31,7 @@ from gpuspawner.monitoring.cluster_views import (
     words,
 )
 from gpuspawner.monitoring.models import DeviceUse, Sample
+from gpuspawner.monitoring.schemas import HostAnswer
 from tests.support.leases import lease_of
 
 NOW = datetime(2026, 3, 2, 12, 0, tzinfo=timezone.utc)
@@ -175,13 +177,27 @@ def test_tile_start_time_and_queue_summary_are_formatted() -> None:
 
 def test_summary_tells_what_is_reserved_of_the_host() -> None:
     budget = HostBudget(HostAmount(2**35, 8000))
-    host = budget.summary(HostAmount(2**34, 2500))
+    host = HostSnapshot(budget, HostAmount(2**34, 2500))
     assert summary(ClusterSnapshot(NOW, (), 8, 3, 0, "", host=host)) == (
         "3 of 8 free, 16.0 GB of 32.0 GB of memory and 2.5 of 8 CPU cores reserved, "
         "the queue is empty"
     )
     only = HostBudget(HostAmount(UNLIMITED, 8000))
     assert only.summary(HostAmount()) == "0 of 8 CPU cores reserved"
+
+
+def test_answer_has_the_budget_of_the_host_and_what_is_left() -> None:
+    budget = HostBudget(HostAmount(2**35, UNLIMITED), HostAmount(2**33, 1000))
+    found = HostAnswer.of_snapshot(HostSnapshot(budget, HostAmount(2**34, 2500), Fraction(3, 2)))
+    assert found.as_json() == {
+        "budget": {"memory_bytes": 2**35, "cpus": None},
+        "reserved": {"memory_bytes": 2**34, "cpus": None},
+        "left": {"memory_bytes": 2**34, "cpus": None},
+        "left_without_gpu": {"memory_bytes": 2**32, "cpus": None},
+    }
+    full = HostSnapshot(HostBudget(HostAmount(UNLIMITED, 8000)), HostAmount(0, 9500))
+    told = HostAnswer.of_snapshot(full)
+    assert (told.reserved.cpus, told.left.cpus, told.left.memory_bytes) == (9.5, 0, None)
 
 
 def test_shared_device_shows_which_slots_are_taken_and_by_whom() -> None:
