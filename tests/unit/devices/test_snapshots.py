@@ -17,6 +17,7 @@ from gpuspawner.devices.models import Device, DeviceProcess, DeviceStatus
 from gpuspawner.devices.snapshots import (
     ModelCount,
     Overview,
+    ShareCount,
     count_models,
     credit_ends,
     device_views,
@@ -252,3 +253,14 @@ def new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 def test_shown_time_rounds_up_in_the_hub_time_zone(moment: datetime, said: str) -> None:
     assert clock(moment, NOW) == said
+
+
+def test_share_of_several_slots_is_free_where_one_device_has_them() -> None:
+    small = ShareCount("T4", 16 * GIB, 4, free_slots=(3, 3, 1))
+    assert (small.free, small.total) == (7, 12)
+    half = small.with_memory(8 * 10**9)
+    assert half and (half.label, half.free, half.total) == ("2/4 of T4, about 8 GB", 2, 6)
+    large = small.with_memory(12 * GIB)
+    assert large and (large.held_slots, large.free, large.total) == (3, 2, 3)
+    assert small.with_memory(12 * GIB + 1) is None, "all of its slots are the whole device"
+    assert [share.held_slots for share in half.up()] == [2, 3]

@@ -123,16 +123,20 @@ def test_every_path_shows_the_price_that_a_grant_takes(
 KINDS = st.tuples(st.sampled_from(MODELS), st.integers(1, 6))
 
 
-@given(RATES, st.lists(st.tuples(KINDS, st.integers(0, 6)), min_size=1), st.integers(0, 45))
+FLEETS = st.lists(st.tuples(KINDS, st.lists(st.integers(0, 6), min_size=1)), min_size=1)
+"""Kinds of devices, and how many slots of each device are in use."""
+
+
+@given(RATES, FLEETS, st.integers(0, 45))
 def test_form_queue_and_grant_agree_on_shares_with_memory(
-    found: list[Rate], fleet: list[tuple[tuple[str, int], int]], gigabytes: int
+    found: list[Rate], fleet: list[tuple[tuple[str, int], list[int]]], gigabytes: int
 ) -> None:
-    """Each device has some slots in use."""
     lab = LAB.model_copy(update={"min_memory": gigabytes * 10**9})
-    devices = [device_of(*kind, number) for number, (kind, _) in enumerate(fleet)]
+    each = [(kind, used) for kind, some in fleet for used in some]
+    devices = [device_of(*kind, number) for number, (kind, _) in enumerate(each)]
     taken = {
         Slot(device.uuid, slot).text
-        for device, (_, used) in zip(devices, fleet, strict=True)
+        for device, (_, used) in zip(devices, each, strict=True)
         for slot in range(min(used, device.slots))
     }
     views = device_views(devices, {Slot.from_text(text): text for text in taken})
