@@ -133,7 +133,7 @@ ANY = "*"
 MAX_RATE = 1_000_000 * MICRO
 """The largest rate in microcredits per GPU-hour; anything above is a typing mistake."""
 
-MOST_SLOTS = 64
+MOST_SLOTS = 100
 """The most parts of a device that a rate can name."""
 
 _DECIMAL = re.compile(r"\d+(\.\d+)?", re.ASCII)
