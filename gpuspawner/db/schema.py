@@ -1,7 +1,7 @@
 """The database schema: tables, indexes, and constraints that forbid the impossible.
 
 * one open lease for each (device, slot) and one for each server: partial unique indexes;
-* one slot of a shared device for each member: likewise;
+* one share of a device for each member: likewise;
 * one waiting ticket for each server: likewise;
 * transfers, postings, the audit log and its chain never change: triggers, in the migrations;
 * a transfer's idempotency key is unique;
@@ -255,12 +255,12 @@ lease_places = Table(
     Column("model", Text, nullable=False),
     Column("memory_bytes", BigInteger, nullable=False),
     Column("open", Boolean, nullable=False, default=True),
-    # How many slots the device had at the grant, and how many of them this row counts for: all in
-    # the first row of a lease of the whole device, and none in its other rows.
+    # How many slots the device had at the grant, and how many of them this row counts for: all that
+    # the lease has in the row of the first one, and none in the others.
     Column("slots", Integer, nullable=False, default=1, server_default=text("1")),
     Column("held_slots", Integer, nullable=False, default=1, server_default=text("1")),
     _part(),
-    # The member who has one slot of a shared device; NULL for whole devices.
+    # The member who has a share, in the row of its first slot; NULL for whole devices.
     Column("sharer", Text),
 )
 # A literal too: from the column itself SQLAlchemy makes "open = 1" for SQLite.

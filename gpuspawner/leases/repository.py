@@ -252,7 +252,7 @@ def _place_rows(
 
 
 def shared_by(connection: sa.Connection, user: str) -> frozenset[str]:
-    """Return the UUIDs of the devices on which a member has a slot."""
+    """Return the UUIDs of the devices on which a member has a share."""
     mine = sa.select(lease_places.c.uuid).where(OPEN_PLACE, lease_places.c.sharer == user)
     return frozenset(connection.execute(mine).scalars())
 

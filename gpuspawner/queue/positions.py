@@ -100,7 +100,7 @@ class Outlook:
     """How a request made at this moment would fare."""
 
     free: DeviceCount
-    """Suitable devices that could be granted now; of shared ones, for a slot also parts."""
+    """Suitable devices that could be granted now; of shared ones, for a share also parts."""
     total: DeviceCount
     """These and the ones in use."""
     at_once: bool

@@ -80,7 +80,7 @@ class Scheduler:
     def set_capacity(self, devices: Mapping[str, DeviceCount]) -> None:
         """Set how many devices can be leased at all, by kind: shares are fractions of them.
 
-        Of shared devices that are equally good for a slot, the first one here is filled first.
+        Of shared devices that are equally good for a share, the first one here is filled first.
         """
         self._capacity = Capacity(devices, self.policy.small_share)
         self._points.set_capacity(equivalents_of(devices))

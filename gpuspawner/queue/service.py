@@ -761,7 +761,7 @@ class QueueService:
     def _kept_for_others(self, ticket: Ticket) -> frozenset[str]:
         """Return the closures, as texts, of devices of other kinds than the scheduler chose.
 
-        Raises NoDeviceFree if it chose none any more, and the ticket might get a slot of a device
+        Raises NoDeviceFree if it chose none any more, and the ticket might get a share of a device
         that is kept until it is empty.
         """
         kinds = self.positions.decide().takes.get(ticket.id)

@@ -97,7 +97,7 @@ class QueueState:
         self.preemptible: dict[str, Lease] = {}
         """Open leases of preemptible runs; the scheduler does not know them, for they yield."""
         self._slots: dict[str, dict[str, frozenset[str]]] = {}
-        """By member and lease, the kinds of the devices on which the lease has a slot."""
+        """By member and lease, the kinds of the devices on which the lease has a share."""
         self._synced_at: datetime | None = None
         self._kinds = lru_cache(maxsize=4096)(self._find_kinds)
 
@@ -215,7 +215,7 @@ class QueueState:
     def kinds(self, request: Request, user: str = "") -> frozenset[str]:
         """Return the kinds that have enough devices for the request, in use or not.
 
-        For a slot without the devices on which a member has one already, if ``user`` is given.
+        For a share without those on which the member ``user``, if given, has one already.
         """
         if not request.devices:
             return _CPU_ONLY
