@@ -86,5 +86,7 @@ def gigabytes(memory_bytes: int) -> int:
 
 
 def format_memory(memory_bytes: int) -> str:
-    """Format :func:`gigabytes`: ``80 GB``."""
+    """Format :func:`gigabytes`: ``80 GB``; of a small share ``160 MB``."""
+    if 0 < memory_bytes < 10**9:
+        return f"{memory_bytes // 10**6} MB"
     return f"{gigabytes(memory_bytes)} GB"

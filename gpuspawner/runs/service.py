@@ -315,6 +315,8 @@ def _has_to_settle(connection: sa.Connection, run: Run, lease: Lease) -> bool:
     """Return True if the run's newest lease has ended and this was not handled yet."""
     if lease.state is not LeaseState.ENDED or lease.id == run.after_lease:
         return False
+    if run.exit_code is not None and end_of(lease, run.exit_code) is not None:
+        return True  # a ticket that it got since then is a stray
     # A lease that was lost with its hub puts the ticket back into the queue.
     waiting = queue_repository.open_of_member(connection, run.user)
     return all(ticket.server != run.server for ticket in waiting)

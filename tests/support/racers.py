@@ -400,7 +400,7 @@ class KeptLeases:
             self._leases.release(self._ids.popleft(), reason="for others")
 
 
-def slots_and_whole_devices(
+def shares_and_whole_devices(
     gate: Barrier, url: str, seed: int, count: int, settings: dict[str, Any]
 ) -> tuple[list[str], list[str]]:
     """Eight members ask ``count`` times for a share, a device or two, on a hub's threads.

@@ -156,6 +156,22 @@ def test_stop_ends_every_run(services: Services) -> None:
     assert not services.runs.are_active()
 
 
+def test_run_that_has_ended_ends_though_it_was_asked_for_again(services: Services) -> None:
+    """As by two launchers, of which one still takes it for one that is to begin."""
+    services.runs.submit_all(sweep_of(3))
+    lease = ask(services, "train-1-001")
+    assert isinstance(lease, Lease)
+    services.leases.confirm(lease.id, "container")
+    services.runs.note_exit("train-1-001", 0)
+    services.leases.release(lease.id, reason="exit code")
+    for other in ("train-1-002", "train-1-003"):
+        assert isinstance(ask(services, other), Lease)
+    again = ask(services, "train-1-001")
+    assert isinstance(again, Ticket), "the others have all GPUs"
+    assert [run.id for run in services.runs.settle()] == ["train-1-001"]
+    assert services.queue.waiting() == []
+
+
 @each_database
 def test_never_more_than_at_most_hold_a_lease_or_a_ticket(services: Services) -> None:
     """Several launchers at once, of which a hub has one, and runs that end as they please."""

@@ -238,8 +238,8 @@ def test_refusal_counts_each_unavailable_device_once() -> None:
 
 
 def test_device_memory_is_formatted_in_gb() -> None:
-    sizes = (80 * GIB, 80 * 10**9, 81559 * 2**20, 0)
-    assert [*map(format_memory, sizes)] == ["80 GB", "80 GB", "85 GB", "0 GB"]
+    sizes = (80 * GIB, 80 * 10**9, 81559 * 2**20, 160 * 10**6, 0)
+    assert [*map(format_memory, sizes)] == ["80 GB", "80 GB", "85 GB", "160 MB", "0 GB"]
 
 
 # Large fleets.

@@ -4,8 +4,6 @@ slow and simple account of who holds what until when checks what it decides."""
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -16,11 +14,11 @@ from gpuspawner.queue.models import (
     Priority,
     QueueLimits,
     QueuePolicy,
-    WaitingTicket,
 )
 from gpuspawner.queue.scheduler import Scheduler
 from tests.support.tier import examples
 from tests.unit.queue.site import DAY, HOUR, T0, Site, kinds_of, lease, scheduler_of, ticket
+from tests.unit.queue.ways import check_decision, check_fits
 
 KINDS = ("a", "b", "c")
 MEMBERS = ("ada", "bob", "cyd")
@@ -84,83 +82,11 @@ def test_devices_that_all_are_reserved_for_everybody_change_no_decision(
     assert reserved.latest == is_open.latest
 
 
-def when_together(
-    scheduler: Scheduler,
-    free: Mapping[str, int],
-    now: float,
-    starts: Mapping[str, str],
-    asked: WaitingTicket,
-) -> float:
-    """When ``asked`` could start at the soonest if ``starts`` (ticket to kind) begin now."""
-    ends = [(r.ends_at or math.inf, r.held) for r in scheduler.running.values()]
-    left = dict(free)
-    for name, kind in starts.items():
-        waiting = scheduler.waiting[name]
-        left[kind] -= waiting.devices
-        ends.append((now + (waiting.seconds or math.inf), {kind: waiting.devices}))
-    for at in sorted({now, *(end for end, _ in ends)}):
-        back = [held for end, held in ends if end <= at]
-        for kind in asked.kinds:
-            if left[kind] + sum(held.get(kind, 0) for held in back) >= asked.devices:
-                return at
-    return math.inf
-
-
-def check_fits(scheduler: Scheduler, free: Mapping[str, int], decision: Decision) -> dict[str, int]:
-    """Every start has its devices, of one kind that suits it. Answers what is left."""
-    left = dict(free)
-    assert list(decision.takes) == list(decision.starts)
-    for name, kind in kinds_of(decision).items():
-        assert kind in scheduler.waiting[name].kinds
-        left[kind] -= scheduler.waiting[name].devices
-    assert min(left.values()) >= 0
-    return left
-
-
 @given(moments())
 def test_backfill_delays_no_planned_start_and_wastes_no_device(
     moment: tuple[Scheduler, dict[str, int], float],
 ) -> None:
-    scheduler, free, now = moment
-    decision = scheduler.decide(now, free)
-    left = check_fits(scheduler, free, decision)
-
-    for name, at in decision.planned.items():
-        soonest = when_together(scheduler, free, now, kinds_of(decision), scheduler.waiting[name])
-        assert now < at and soonest <= at
-
-    for name in scheduler.waiting.keys() - set(decision.starts):
-        waiting = scheduler.waiting[name]
-        for kind in waiting.kinds:
-            if waiting.devices > left[kind]:
-                continue
-            with_it = {**kinds_of(decision), name: kind}
-            delayed = [
-                other
-                for other, at in decision.planned.items()
-                if when_together(scheduler, free, now, with_it, scheduler.waiting[other]) > at
-                or _is_in_the_way(scheduler, free, now, with_it, other, at)
-            ]
-            assert delayed, f"{name} could have had {kind}"
-
-
-def _is_in_the_way(
-    scheduler: Scheduler,
-    free: Mapping[str, int],
-    now: float,
-    starts: Mapping[str, str],
-    planned: str,
-    at: float,
-) -> bool:
-    """Whether some kind has too few devices for ``planned`` at ``at``, among those it may use:
-    which one is meant for it is not said, so one is enough."""
-    asked = scheduler.waiting[planned]
-    return any(
-        when_together(
-            scheduler, free, now, starts, ticket("only", asked.devices, kind, now)
-        ) > at
-        for kind in asked.kinds
-    )  # fmt: skip
+    check_decision(*moment)
 
 
 @given(moments())
