@@ -423,8 +423,12 @@ def test_full_workspace_refuses_a_run_in_words_until_there_is_room(
 
 
 WRITES = """
+import os, pathlib, time
 open('checkpoint', 'wb').write(bytes(1 << 20))
 print('saved', flush=True)
+log = pathlib.Path(os.environ['GPUSPAWNER_RUN_FOLDER'], 'run.log')
+while not log.stat().st_size:  # another process writes it
+    time.sleep(0.01)
 open('model', 'wb').write(bytes(20 << 20))
 """
 
