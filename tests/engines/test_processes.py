@@ -32,9 +32,12 @@ def logs(engine: PrivateEngine, ref: str) -> str:
 
 def sleeper(engine: PrivateEngine, ref: str) -> int:
     """The id of the container's second process on this host."""
-    wait_for(lambda: len(engine.client.top(ref)["Processes"]) > 1, "both processes")
-    top = engine.client.top(ref, "-eo pid,comm")
-    [pid] = [int(pid) for pid, name in top["Processes"] if name == "sleep"]
+
+    def sleeping() -> list[int]:
+        top = engine.client.top(ref, "-eo pid,comm")
+        return [int(pid) for pid, name in top["Processes"] if name == "sleep"]
+
+    [pid] = wait_for(sleeping, "the second process")
     return pid
 
 
