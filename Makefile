@@ -36,7 +36,7 @@ test: parts
 	@GPUSPAWNER_TEST_TIER=test $(PYTEST) -m "not soak" $(SHARED) $(ARGS)
 
 soak: parts
-	@GPUSPAWNER_TEST_TIER=soak $(PYTEST) $(SHARED) $(ARGS)
+	@GPUSPAWNER_TEST_TIER=soak $(PYTEST) --timeout 7200 $(SHARED) $(ARGS)
 
 matrix: parts
 	@.venv/bin/nox $(ARGS)

@@ -356,7 +356,7 @@ def _what_it_allows(connection: sa.Connection) -> list[str]:
     impossible = {
         "two leases of one server": sa.insert(leases).values(id=f"{mark}-3", **lease),
         "two leases of one device": sa.insert(lease_places).values(lease_id=f"{mark}-2", **place),
-        "two slots of one member on one device": sa.insert(lease_places).values(
+        "two shares of one device with one member": sa.insert(lease_places).values(
             lease_id=f"{mark}-2", **{**slot, "slot": 1}
         ),
         "two tickets of one server": sa.insert(tickets).values(id=f"{mark}-2", **ticket),

@@ -34,8 +34,8 @@ from ..leases.models import NO_SLOT, Request, Sharing, Slot
 from .models import Device, DeviceStatus
 from .refusals import (
     no_device_free,
-    no_slot_ever,
-    no_slot_free,
+    no_share_ever,
+    no_share_free,
     reserved_for_others,
     too_much_asked,
     why_reserved,
@@ -202,7 +202,7 @@ class PlacementIndex:
     ) -> tuple[Slot, ...]:
         matching = suitable(request, self._existing)
         if not matching or request.devices > 1:
-            raise no_slot_ever(request, self._existing, matching)
+            raise no_share_ever(request, self._existing, matching)
         left = self.free_slots(taken)
         needed = {device.uuid: device.slots_for(request.memory_bytes) for device in matching}
         candidates = [d for d in matching if left.get(d.uuid, 0) >= needed[d.uuid]]
@@ -210,7 +210,7 @@ class PlacementIndex:
         if not others:
             reserved = reserved_for_others(request, self._existing)
             places = list(map(Slot.from_text, taken))
-            raise no_slot_free(request, matching, candidates, left, places, reserved)
+            raise no_share_free(request, matching, candidates, left, places, reserved)
 
         def rank(device: Device) -> tuple[int, int, bool, int, int, tuple[int, str]]:
             own = preference(device.reserved_for, request.groups)

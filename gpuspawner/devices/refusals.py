@@ -77,7 +77,7 @@ def reserved_for_others(request: Request, devices: Iterable[Device]) -> list[Dev
     return [d for d in of_request(request, devices) if not may_use(request, d)]
 
 
-def no_slot_free(
+def no_share_free(
     request: Request,
     matching: list[Device],
     candidates: list[Device],
@@ -113,7 +113,7 @@ def no_slot_free(
     return refusal
 
 
-def no_slot_ever(request: Request, existing: list[Device], matching: list[Device]) -> TooMuchAsked:
+def no_share_ever(request: Request, existing: list[Device], matching: list[Device]) -> TooMuchAsked:
     """Return the refusal of a request for a share that waiting does not help."""
     if matching:
         said = f"A share is of one GPU, and you asked for {request.devices}. Ask for 1."
@@ -193,13 +193,12 @@ def _what_would_fit(
         return f"{has}, and those of one server are {same}: {_fleet(matching)}. {advice}"
     if len(matching) == len(existing):
         return f"{has}. {advice}"
-    memory = f"{format_memory(request.memory_bytes)} or more"
+    only = f"only {most}"
     if model := _wanted_model(request):
-        which = _count(most, "is", "are", f" {model}")
-        which += f" with {memory}" if request.memory_bytes else ""
-    else:
-        which = _count(most, "has", "have", f" {memory}")
-    return f"{has}, of which {which}. {advice}"
+        only += f" {model}"
+    if request.memory_bytes:
+        only += f" with {format_memory(request.memory_bytes)} or more"
+    return f"{has}, but {only}. {advice}"
 
 
 def _why_none_suits(request: Request, existing: list[Device]) -> str:

@@ -199,7 +199,7 @@ class Shape:
     taken: Mapping[str, DeviceCount]
     """How much a ticket takes if it gets all its devices of one kind, for each that fits."""
     pools: Sequence[Sequence[str]]
-    """The shared devices, of which a ticket for several takes so many of one pool."""
+    """Groups of shared devices (their kinds); a ticket for several devices takes all from one."""
     equivalents: DeviceCount
     """How many GPUs the devices are at most; a MIG instance counts as its part."""
     gathers: bool = False
@@ -215,6 +215,7 @@ class Shape:
     seen: int = -1
     considered: int = -1
     rooms: Rooms = (-1.0, -1.0, -1.0, -1.0)
+    """How long its tickets may last, if they start now."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -305,7 +305,7 @@ class Round:
         for pool in shape.pools:
             each = [self._rooms(kind, 1) for kind in pool if self.left.get(kind, 0) >= 1]
             if len(each) >= shape.devices:
-                # As long as the least of the best that are enough.
+                # A ticket for n devices may last as long as the n devices with the most time allow.
                 best = (sorted(some)[-int(shape.devices)] for some in zip(*each, strict=True))
                 rooms = tuple(map(max, rooms, best))
         shape.rooms = rooms

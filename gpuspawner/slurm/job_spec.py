@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..core.errors import TooMuchAsked
 from ..core.units import format_memory
 from ..devices.models import Device
-from ..devices.refusals import no_slot_ever
+from ..devices.refusals import no_share_ever
 from ..devices.suitability import suitable
 from ..leases.models import Request, Sharing
 from ..queue.models import Ticket
@@ -166,7 +166,7 @@ def _wanted(request: Request, cluster: Cluster) -> _Wanted:
     kind, amount = "gpu", request.devices
     if request.sharing is Sharing.SLOT:
         if not matching or request.devices > 1:
-            raise no_slot_ever(request, list(devices), matching)
+            raise no_share_ever(request, list(devices), matching)
         kind, (amount, matching) = "shard", _alike_in_shards(request, matching)
     fitting = {device.uuid for device in matching}
     nodes = [node for node in cluster.nodes if _offered(request, node)]

@@ -167,7 +167,7 @@ def test_insufficient_credits_refuse_a_gpu_start(hub: GPUHub) -> None:
         (
             "member1",
             {"gpus": 2, "gpu_model": "T4"},
-            "You asked for 2 GPUs. This hub has 3 GPUs, of which 1 is T4. Ask for 1 at most.",
+            "You asked for 2 GPUs. This hub has 3 GPUs, but only 1 T4. Ask for 1 at most.",
         ),
         (
             "member1",

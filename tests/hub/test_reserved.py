@@ -79,7 +79,7 @@ def test_others_get_what_is_not_reserved(hub: PayingHub) -> None:
     answer = hub.spawn("bob", {"gpus": 2, "gpu_model": "A100"})
     assert answer.status_code == 400
     assert message_of(answer) == (
-        "You asked for 2 GPUs. This hub has 2 GPUs that are not reserved for others, of which 1 is "
+        "You asked for 2 GPUs. This hub has 2 GPUs that are not reserved for others, but only 1 "
         "A100. Ask for 1 at most."
     )
     bob = hub.start_server("bob", gpus=1, gpu_model="A100")

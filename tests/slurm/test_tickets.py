@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,37 @@ def test_members_share_the_slots_of_one_gpu(cluster: SlurmCluster, tmp_path: Pat
         until(services, [last], lambda turns: turns == [last.id])
         (device,) = services.queue.start_ticket(last.id).devices
         assert (device.uuid, device.slot) == (place, leases[0].devices[0].slot)
+
+
+def test_share_has_all_its_shards_on_one_gpu(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Each A100 has four shards of 10 GB. With three of each taken, two are free in all, but a
+    share of two waits."""
+    for user in ("wide0", "wide1", "wide2"):
+        cluster.users.make(user)
+    services = opened(tmp_path, cluster, shards=4, gpu_rates={"*": 3600}, opening_grant=100_000)
+
+    def ask(user: str, gib: int) -> Ticket:
+        memory_bytes = gib * 2**30
+        return asked(services, user, model="A100", sharing=Sharing.SLOT, memory_bytes=memory_bytes)
+
+    with closing(services.store):
+        wide = [ask("wide0", 25), ask("wide1", 25)]
+        until(services, wide, lambda turns: len(turns) == 2)
+        leases = [services.queue.start_ticket(ticket.id) for ticket in wide]
+        assert {device.uuid for lease in leases for device in lease.devices} == {
+            device.uuid for device in cluster.nodes[0].devices
+        }
+        narrow = ask("wide2", 15)
+        waits = "PENDING Resources gres:shard:a100:2"
+        wait_for(lambda: cluster.holder(narrow.id, "%T %r %b") == waits, "Slurm to look at it")
+        delegate = delegate_of(services)
+        delegate.cancel(wide[1].id)
+        wait_for(lambda: delegate.turns()[wide[1].id].over, "the end of its job")
+        services.leases.release(leases[1].id, reason="stopped")
+        until(services, [narrow], lambda turns: turns == [narrow.id])
+        (device,) = services.queue.start_ticket(narrow.id).devices
+        assert (device.uuid, device.held_slots) == (leases[1].devices[0].uuid, 2)
+        assert device.equivalent == Fraction(1, 2)
 
 
 # Machines that are closed, by us and by others.

@@ -22,7 +22,7 @@ from tests.support.processes import BIN, REPO, kept_dir, one_at_a_time
 
 TOOLS = (
     *("aiosmtpd", "hypothesis", "jupyterhub-ldapauthenticator", "psutil", "pytest"),
-    *("jupyterhub-ltiauthenticator", "pytest-asyncio", "requests"),
+    *("jupyterhub-ltiauthenticator", "pytest-asyncio", "pytest-timeout", "requests"),
 )
 """What these tests need beside gpuspawner, in whatever version there is."""
 

@@ -153,7 +153,7 @@ def test_outlook_and_ticket_of_a_request_by_memory(make: Make) -> None:
     [
         (90, 1, "This hub has no GPU with 90 GB. The most is 80 GB: ask for less."),
         (30, "share", "The largest share of a GPU has 12 GB: ask for less."),
-        (50, 3, "of which 2 have 50 GB or more. Ask for 2 at most."),
+        (50, 3, "but only 2 with 50 GB or more. Ask for 2 at most."),
     ],
 )
 def test_more_than_any_device_has_is_refused_with_the_largest(
