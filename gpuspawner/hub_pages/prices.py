@@ -108,12 +108,14 @@ class PriceList:
         policies: Mapping[str, CreditPolicy] | None = None,
         grace: timedelta = timedelta(0),
         discounted: Callable[[int], int] = lambda rate: rate,
+        reserved: Mapping[str, str] | None = None,
     ) -> None:
         """``ending``: when credits expire and how many (in microcredits), by account name.
 
         By the same name: ``running``, microcredits an hour of the servers that run already, and
         ``policies``; ``grace`` is that of a server whose account is dry. ``discounted`` is what
-        becomes of the rate of all devices of a start together.
+        becomes of the rate of all devices of a start together. ``reserved``: for environments whose
+        devices are all reserved for others, what to tell about their usual request, by slug.
         """
         self.overview = overview
         self._ending = ending or {}
@@ -121,6 +123,7 @@ class PriceList:
         self._policies = policies or {}
         self._grace = grace
         self._discounted = discounted
+        self._reserved = reserved or {}
         self.environments = [e for e in environments if not e.cpu_only]
         self.now = now
         self._cards = {e.slug: overview.rates.card(now, e.slug) for e in self.environments}
@@ -307,6 +310,11 @@ class PriceList:
                 found += [(count, model, memory) for memory in sorted(sizes | extra)]
         return found
 
+    def _why_reserved(self, environment: Environment, *, is_share: bool) -> str:
+        """Return the sentence about what is reserved, if it is about such a request."""
+        is_usual = is_share == (environment.sharing == "slot")
+        return self._reserved.get(environment.slug, "") if is_usual else ""
+
     def _choices(self, environment: Environment, counts: Sequence[int | str]) -> list[MemoryChoice]:
         """Return the numbers of GPUs, with the default even if it is too many, and the models."""
         most = max(self.most_gpus(environment), environment.devices.default)
@@ -319,6 +327,7 @@ class PriceList:
             environment.devices,
             environment.cpu_variant,
             environment.sharing,
+            self._reserved.get(environment.slug),
             *((c.model, self.rate(environment, c)) for c in self._models_of(environment)),
             *((s.label, self.rate(environment, s)) for s in self.shares_of(environment)),
         )
@@ -338,7 +347,8 @@ class PriceList:
         if isinstance(gpus, str):
             shares = [s for s in self.shares_of(environment) if model in ("", s.model)]
             if not shares:
-                return Offer(refusal=f"No {model or 'GPU'} of this hub has a share for {NAME}.")
+                none = f"No {model or 'GPU'} of this hub has a share for {NAME}."
+                return Offer(refusal=self._why_reserved(environment, is_share=True) or none)
             share_rates = {self._discounted(self.rate(environment, s)) for s in shares}
             offer = self._priced(share_choice(shares), sorted(share_rates), payers, hours, lead)
             return replace(offer, shared=most_shared(shares))
@@ -346,7 +356,8 @@ class PriceList:
             return Offer(refusal="" if environment.cpu_variant else f"{NAME} needs a GPU.")
         fitting = [c for c in self._models_of(environment) if model in ("", c.model)]
         if not fitting:
-            return Offer(refusal=f"{NAME} does not run on a GPU of this hub.")
+            none = f"{NAME} does not run on a GPU of this hub."
+            return Offer(refusal=self._why_reserved(environment, is_share=False) or none)
         there = {c.model: self._most([x for x in fitting if x.model == c.model]) for c in fitting}
         enough = [count for count in fitting if there[count.model] >= gpus]
         if not enough:

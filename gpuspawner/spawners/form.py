@@ -272,11 +272,12 @@ def render_form(services: Services, limits: FormLimits, user: str, groups: froze
     account = next((each for each in payers.accounts if each.name == account.name), account)
     overview = services.monitoring.overview().usable_by(groups, services.clock())
     shown, last, chosen = limits.environments, limits.last, limits.chosen
-    prices = price_list(services, overview, shown, payers, groups)
-    now = prices.now
     ask = partial(services.positions.outlooks, member=user, groups=groups)
     guaranteed = limits.guaranteed
     outlooks = ask({e.slug: usual_request(e, guaranteed) for e in shown})
+    reserved = {slug: outlook.reserved for slug, outlook in outlooks.items() if outlook.reserved}
+    prices = price_list(services, overview, shown, payers, groups, reserved=reserved)
+    now = prices.now
     cards = make_cards(shown, overview, outlooks, now, limits.pages_url, guaranteed)
     lines = prices.lines(account)
     fields = {e.slug: environment_fields(e, prices, limits) for e in shown}
@@ -345,6 +346,7 @@ def price_list(
     payers: Payers,
     groups: frozenset[str],
     discounted: Callable[[int], int] = lambda rate: rate,
+    reserved: Mapping[str, str] | None = None,
 ) -> PriceList:
     """Return what environments cost now, and how long each account pays. Blocks on the store."""
     names = [account.name for account in payers.accounts]
@@ -361,6 +363,7 @@ def price_list(
         {name: policy_for(name, groups) for name in names},
         services.exhaustion.grace,
         discounted,
+        reserved,
     )
 
 

@@ -89,7 +89,9 @@ def test_others_get_what_is_not_reserved(hub: PayingHub) -> None:
         hub.stop_server(user)
 
 
-def test_card_says_for_whom_its_gpus_are_reserved(hubs: None, folder: Path) -> None:
+def test_card_and_form_say_for_whom_gpus_are_reserved(
+    hubs: None, folder: Path, browser: Browser
+) -> None:
     (folder / "catalog.yaml").write_text(
         """
 environments:
@@ -105,8 +107,16 @@ c.GPUDevices.reserved = {{"A100": ["vision-lab"]}}
 """
     says = "All A100 GPUs here are reserved for vision-lab."
     with PayingHub(folder / "cards", config) as hub:
-        for path, times in (("spawn", 1), ("environments", 1), ("environments/torch", 2)):
+        # On a page with the form, the second is in what its script shows.
+        for path, times in (("spawn", 2), ("environments", 1), ("environments/torch", 2)):
             assert words(hub.open_page("bob", f"/hub/{path}")).count(says) == times, path
             assert says not in words(hub.open_page("ada", f"/hub/{path}")), path
+        page = browser.new_page(viewport=WIDE)
+        add_cookies(page, hub, "bob")
+        page.goto(f"{hub.url}/hub/spawn/bob")
+        page.locator("[name=environment][value=torch]").check()
+        assert page.locator("#gpuspawner-summary").inner_text() == f"Cannot start. {says}"
+        look_over(page, "reserved-for-others")
+        page.close()
         answer = hub.spawn("bob", {"environment": "torch", "gpus": 1})
         assert (answer.status_code, message_of(answer)) == (400, says)

@@ -391,6 +391,29 @@ def test_price_text_covers_free_gpu_only_and_many_choices() -> None:
     assert gone and gone.refusal == "{name} does not run on a GPU of this hub."
 
 
+def test_form_says_for_whom_the_gpus_of_an_environment_are_reserved() -> None:
+    """The sentence is about the usual request: of a whole GPU, or of a share."""
+    says = "All H200 GPUs here are reserved for vision-lab."
+    reserved = OLD.model_copy(update={"models": ("H200",)})
+    alike = reserved.model_copy(update={"slug": "alike"})
+    shared = reserved.model_copy(update={"slug": "shared", "sharing": "slot"})
+    both = reserved.model_copy(update={"slug": "both", "sharing": "any"})
+    some = [reserved, alike, shared, both]
+    told = {each.slug: says for each in (reserved, shared, both)}
+    prices = PriceList(overview(*TWO_PRICES), some, NOON, reserved=told)
+    tables = prices.tables([1, SHARE], [("", ADA)])
+
+    def refusal(environment: Environment, count: int | str) -> str:
+        offer = tables.find(environment, f"{count}|")
+        assert offer
+        return offer.refusal
+
+    assert [refusal(each, 1) for each in (reserved, both)] == [says, says]
+    assert refusal(alike, 1) == "{name} does not run on a GPU of this hub."
+    assert refusal(shared, SHARE) == says
+    assert refusal(both, SHARE) == "No GPU of this hub has a share for {name}."
+
+
 def test_expiring_credits_count_until_they_expire() -> None:
     """6 of 10 credits end in 2 hours, and 1 of the 4 of a group in 30 minutes."""
     group = Account(name="group:ml", balance=4 * MICRO)
