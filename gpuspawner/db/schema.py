@@ -266,7 +266,7 @@ lease_places = Table(
 # A literal too: from the column itself SQLAlchemy makes "open = 1" for SQLite.
 OPEN_PLACE: ColumnElement[bool] = literal_column("open")
 _partial("one_open_lease_a_slot", OPEN_PLACE, lease_places.c.uuid, lease_places.c.slot, unique=True)
-_partial("one_slot_a_member", OPEN_PLACE, lease_places.c.uuid, lease_places.c.sharer, unique=True)
+_partial("one_share_a_member", OPEN_PLACE, lease_places.c.uuid, lease_places.c.sharer, unique=True)
 COUNTED_PLACE: ColumnElement[bool] = lease_places.c.held_slots > literal_column("0")
 """Selects one row for each device of a lease."""
 

@@ -231,7 +231,7 @@ def insert(
         if rows:
             connection.execute(sa.insert(lease_places), rows)
     except IntegrityError as error:
-        taken = ("one_open_lease_a_slot", "one_slot_a_member", "lease_places.uuid")
+        taken = ("one_open_lease_a_slot", "one_share_a_member", "lease_places.uuid")
         if any(name in str(error) for name in taken):
             raise NoDeviceFree("Another session just took the GPU. Try again.") from None
         if "one_open_lease_a_server" in str(error) or "leases.user" in str(error):

@@ -59,7 +59,7 @@ def test_healthy_database_passes_and_stays_unchanged(services: Services) -> None
 
 DAMAGE = {
     "two leases of one device": ("DROP INDEX one_open_lease_a_slot",),
-    "two shares of one device with one member": ("DROP INDEX one_slot_a_member",),
+    "two shares of one device with one member": ("DROP INDEX one_share_a_member",),
     "two leases of one server": ("DROP INDEX one_open_lease_a_server",),
     "two tickets of one server": ("DROP INDEX one_open_ticket_a_server",),
     "a changed posting, a deleted posting": (
