@@ -121,8 +121,12 @@ if CULLER_ASKS:
 
     def test_culler_spares_servers_until_gpus_are_idle(hub: PayingHub) -> None:
         """Both servers are without activity for longer than the culler allows."""
-        hub.start_server("bob", gpus=0)
-        wait_for(lambda: hub.lease_of("bob") is None, "the end of bob's server")
+        assert hub.spawn("bob", {"gpus": 0}).ok
+        # It is culled a few seconds after its start, perhaps before anybody has looked at it.
+        of_bob = wait_for(lambda: hub.services.leases.of_account("member:bob"), "bob's lease")
+        culled = hub.wait_end(of_bob[0])
+        assert culled.started_at is not None, "it was up"
+        wait_for(lambda: "Culling server bob" in hub.log_text(), "the culler's word")
         lease = hub.lease_of("ada")
         assert lease and lease.state is LeaseState.RUNNING and not lease.outcome
         rested = WatchedLease(IdleState(credit=0.0), hub.services.clock())
