@@ -39,13 +39,14 @@ KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
 SOON = 60.0
 """Seconds for what takes a few."""
 
-GRACE = timedelta(seconds=5)
+GRACE = timedelta(seconds=20)
+"""Longer than what holds up a test on a busy machine: it has to see that the grace has begun."""
 
 CONFIG = f"""
 c.GPUCredits.opening_grant = 0
 c.GPUCredits.grace_seconds = {GRACE.seconds}
 c.GPUCredits.when_exhausted = {{
-    "*": "stop", "overdrawing": {{"overdraft": 20}}, "planning": "session",
+    "*": "stop", "overdrawing": {{"overdraft": 40}}, "planning": "session",
 }}
 c.GPUCredits.warn_minutes = [5, 1]
 c.GPUNotifications.hook = {[sys.executable, "-c", KEEP, "told"]!r}
@@ -80,10 +81,10 @@ def hub(module_hub: PayingHub) -> Iterator[PayingHub]:
     assert problems(module_hub.services.store) == []
 
 
-def give(services: Services, account: str, credits: int, **more: Any) -> None:
+def give(services: Services, account: str, credits: int) -> None:
     now = services.clock()
     services.store.run(lambda c: ledger_repository.open_account(c, account, now), write=True)
-    services.ledger.grant(account, credits * MICRO, actor="root", reason="budget", **more)
+    services.ledger.grant(account, credits * MICRO, actor="root", reason="budget")
 
 
 def ended(hub: PayingHub, lease: Lease, timeout: float = 60.0) -> Lease:
@@ -126,17 +127,20 @@ def test_restarted_service_catches_up_on_its_downtime(hub: PayingHub) -> None:
     assert [ledger.member(name).balance for name in ("rita", "rob")] == [15 * MICRO, 0]
 
     hub.kill_service()
-    down_since = hub.services.clock()
-    charged = hub.services.leases.get(goes_on.id).charged
     hub.stop_server("stops")
     ended(hub, stops)
     everybody = add("FREQ=DAILY", MICRO, "everybody")
     missing = add("FREQ=DAILY", MICRO, "members:gone")
-    give(hub.services, "member:ted", 7, until=hub.services.clock() + timedelta(seconds=2))
+    ledger.open_account("ted")
+    over: dict[str, Any] = {"actor": "root", "reason": "budget", "until": then + timedelta(hours=1)}
+    past.ledger.grant("member:ted", 7 * MICRO, **over)
 
     hub.wait_pages()  # the Hub starts it anew
-    back = wait_for(lambda: _charged_after(hub, goes_on, charged), "the next charge")
-    assert back.charged > owed(back.rate, down_since, hub.services.clock()) - 5 * MICRO
+    back_at = hub.services.clock()
+    due = owed(goes_on.rate, goes_on.started_at, back_at)
+    wait_for(
+        lambda: hub.services.leases.get(goes_on.id).charged >= due, "the charge for that time, too"
+    )
     hub.stop_server("goes-on")
     settled = ended(hub, goes_on)
     assert ledger.member("goes-on").balance == 10_000 * MICRO - settled.charged
@@ -158,11 +162,6 @@ def test_restarted_service_catches_up_on_its_downtime(hub: PayingHub) -> None:
     found = [(line.kind, line.amount) for line in ledger.statement("member:ted")]
     assert found == [("expiry", -7 * MICRO), ("grant", 7 * MICRO)]
     assert ledger.member("ted").balance == 0
-
-
-def _charged_after(hub: PayingHub, lease: Lease, charged: int) -> Lease | None:
-    now = hub.services.leases.get(lease.id)
-    return now if now.charged > charged else None
 
 
 def test_killed_server_is_not_charged_after_its_end(hub: PayingHub) -> None:
@@ -361,16 +360,16 @@ def test_credit_policies_hold_whatever_is_killed(hub: PayingHub) -> None:
 
     hub.kill9(services=True)
     assert overdrawn.started_at is not None
-    beyond = overdrawn.started_at + timedelta(seconds=27)
+    beyond = overdrawn.started_at + timedelta(seconds=47)
     wait_for(lambda: hub.services.clock() >= beyond, "a time far beyond the bound")
     hub.start()
     cleo_at = warned_at(hub, stopped)
     assert stopped.started_at is not None and cleo_at >= stopped.started_at + timedelta(seconds=12)
     hub.kill_service()
     settled = ended(hub, overdrawn)
-    assert (settled.outcome, settled.charged) == ("credits", 22 * MICRO)
+    assert (settled.outcome, settled.charged) == ("credits", 42 * MICRO)
     assert settled.waived >= 5 * MICRO
-    assert hub.services.ledger.member("oda").balance == -20 * MICRO
+    assert hub.services.ledger.member("oda").balance == -40 * MICRO
     assert told(hub, "oda")[-2:] == ALL[1:]
     wait_for(lambda: heard(hub, "oda")[-1:] == ["credits_gone_stopped 0"], "the hook", timeout=SOON)
 

@@ -189,9 +189,9 @@ def test_engine_identity_is_checked_only_without_the_container(
 ) -> None:
     """No other engine has a container of this id; but any other has no such container either."""
     _, container = started(hub, member)
+    gate.asked.clear()  # before the removal: the hub may notice it at once
     if removed:
         engine.client.remove_container(container, force=True)
-    gate.asked.clear()
     hub.stop_server(member)
     wait_for(lambda: not hub.open_leases(member), "the release")
     asked = {request.partition("?")[0].rpartition("/")[2] for request in gate.asked}
@@ -238,10 +238,11 @@ def caught_in_deletion(hub: GPUHub, engine: PrivateEngine, member: str) -> str:
         _, container = started(hub, member)
         fill(engine, container, files)
         hub.api("DELETE", f"users/{member}/server").raise_for_status()
-        assert not hub.open_leases(member)
+        wait_for(lambda: not hub.open_leases(member), "the release")
         with suppress(NotFound):
             assert engine.client.inspect_container(container)["State"]["Dead"]
             return container
+        wait_for(lambda: hub.server(member) is None, "the hub to let go of it")
     raise AssertionError("the engine deleted each container before it could be killed")
 
 
@@ -282,7 +283,8 @@ def test_server_starts_again_while_its_container_is_deleted(
     fill(engine, earlier["Id"])
     path = f"users/{member}/servers/two" if removed else f"users/{member}/server"
     hub.api("DELETE", path, json={"remove": removed}).raise_for_status()
-    assert not hub.open_leases(member)
+    wait_for(lambda: not hub.open_leases(member), "the release")
+    wait_for(lambda: hub.server(member, name) is None, "the hub to let go of it")
     assert_cannot_start(engine, earlier["Id"])
     hub.spawn_and_wait(member, {"gpus": 1}, name)
     assert engine.client.containers(all=True, quiet=True) == [{"Id": hub.containers()[0]["Id"]}]

@@ -48,7 +48,7 @@ async def wait_for_slow_members(spawner):
 c.Spawner.pre_spawn_hook = wait_for_slow_members
 
 import gpuspawner.db.engine
-gpuspawner.db.engine.BUSY_SECONDS = 3.0  # of patience with a lock, to save time here
+gpuspawner.db.engine.BUSY_SECONDS = 8.0  # of patience with a lock: it has to be seen by us
 """
 
 

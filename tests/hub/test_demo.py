@@ -28,7 +28,7 @@ from tests.support.doc_blocks import blocks_in
 from tests.support.engine import PrivateEngine
 from tests.support.nvml import nvml_library
 from tests.support.preloaded import PRELOADED
-from tests.support.processes import LIVE, REPO, alive, command_of, free_port, wait_for
+from tests.support.processes import LIVE, PATIENCE, REPO, alive, command_of, free_port, wait_for
 from tests.support.visitor import Visitor, text_of
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -103,14 +103,14 @@ class DemoProcess:
         streams = [os.devnull, str(self.output), str(self.output)]
         self.output.unlink(missing_ok=True)
         ended = PRELOADED.start(["-c", program], self.folder.parent, self._environment(), streams)
-        assert ended.wait(timeout=120) == 1
+        assert ended.wait(timeout=60 * PATIENCE) == 1
         return self.said()
 
     def interrupt(self, number: int = signal.SIGINT) -> int:
         """What Ctrl-C does; the exit status."""
         assert self.process is not None
         self.process.send_signal(number)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=60 * PATIENCE)
 
     def close(self) -> None:
         """Whatever a failed test left running ends now."""
@@ -319,7 +319,7 @@ def test_demo_runs_without_docker(local: DemoProcess) -> None:
     processes = local.below()
     next(p for p in processes if "jupyterhub -f" in " ".join(command_of(p))).kill()
     assert local.process is not None
-    assert local.process.wait(timeout=60) == 1
+    assert local.process.wait(timeout=60 * PATIENCE) == 1
     assert "The hub ended." in local.said()
     check_nothing_runs(local, processes)
 

@@ -32,7 +32,7 @@ from tests.support.compatibility import HUB_6
 from tests.support.hub import ADMIN
 from tests.support.pages import WIDE, add_cookies, look_over_page
 from tests.support.paying_hub import PayingHub
-from tests.support.processes import wait_for
+from tests.support.processes import BIN, command_of, system_path, wait_for
 from tests.support.tickets import line_up
 
 CONFIG = """
@@ -51,6 +51,9 @@ c.Accounting.reconcile_seconds = 5
 c.GPURates.by_model = {{"*": 1, "A100": 4}}
 """
 
+HALTED = "#!/bin/sh\nkill -STOP $$\n"
+"""A ``tar`` that the hub finds first: an archive that is begun goes on as long as the tests."""
+
 LONG = "the weekly seminar on representation learning, winter term"
 
 
@@ -67,9 +70,14 @@ def hub(hubs: None, folder: Path) -> Iterator[FurnishedHub]:
         (folder / name).write_text(text, encoding="utf-8")
     config = CONFIG.format(catalog=str(folder / "catalog.yaml"), folders=f"{folder}/folders/{{id}}")
     (folder / "catalog.yaml").write_text(CATALOG, encoding="utf-8")
-    with FurnishedHub(folder / "hub", config) as hub:
+    halted = folder / "programs" / "tar"
+    halted.parent.mkdir()
+    halted.write_text(HALTED, encoding="utf-8")
+    halted.chmod(0o755)
+    environment = {"PATH": system_path(halted.parent, BIN)}
+    with FurnishedHub(folder / "hub", config, environment=environment) as hub:
         hub.ids = furnish(hub)
-        tar = begin_archive(hub)
+        tar = begin_archive(hub, halted)
         yield hub
         os.kill(tar, signal.SIGKILL)
 
@@ -158,22 +166,20 @@ def furnish(hub: FurnishedHub) -> dict[str, str]:
     }
 
 
-def begin_archive(hub: FurnishedHub) -> int:
+def begin_archive(hub: FurnishedHub, halted: Path) -> int:
     """Let Dan's workspace be archived, without an end, and return the process to kill."""
     place = hub.folder / "workspaces" / "dan"
     place.mkdir(parents=True)
-    (place / "large").write_bytes(os.urandom(100 * MICRO))
+    (place / "large").write_bytes(os.urandom(2 * MICRO))
     hub.services.storage.use_workspace(str(place), "dan", None)
     begun = hub.call(ADMIN, "POST", "workspaces/archive", json={"workspace": str(place)})
     assert begun.ok, begun.text
 
     def tar() -> int | None:
         below = psutil.Process(hub.pid).children(recursive=True)
-        return next((each.pid for each in below if each.name() == "tar"), None)
+        return next((each.pid for each in below if str(halted) in command_of(each)), None)
 
-    found: int = wait_for(tar, "the archive")
-    os.kill(found, signal.SIGSTOP)
-    return found
+    return wait_for(tar, "the archive")
 
 
 MEMBER, WAITS, BROKE, NEW = "ada", "cleo", "eve", "fay"

@@ -206,7 +206,7 @@ def test_workspace_is_archived_and_restored_in_the_browser(hub: FilesHub, browse
     page.get_by_role("button", name="Archive it").click()
     screenshot(page, "workspaces-archiving")
     jobs = page.get_by_role("list").filter(has=page.locator("[data-job]"))
-    expect(jobs).to_contain_text(f"{mine} is archived as carl-", timeout=60_000)
+    expect(jobs).to_contain_text(f"{mine} is archived as carl-")
     assert "?" not in page.url, "the page loaded itself anew when it was done"
     expect(carls).to_contain_text("archived")
     assert troubles(page) == []
@@ -221,7 +221,7 @@ def test_workspace_is_archived_and_restored_in_the_browser(hub: FilesHub, browse
     for left in mine.iterdir():
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     page.get_by_role("button", name="Restore it").click()
-    expect(jobs).to_contain_text(f"is back in {mine} of carl", timeout=60_000)
+    expect(jobs).to_contain_text(f"is back in {mine} of carl")
     assert (mine / "large").read_bytes() == before
     done = [some.action for some in hub.services.audit.trail() if some.subject == str(mine)]
     assert done == ["restore workspace", "archive workspace"]
@@ -427,7 +427,7 @@ def test_image_is_updated_from_the_page_of_the_catalog(
     expect(updates).to_be_visible()
     screenshot(page, "catalog-updating")
     short = f"{image}@{registry.digest('new')[:19]}…"
-    expect(updates).to_contain_text(f"lab has {short} now", timeout=120_000)
+    expect(updates).to_contain_text(f"lab has {short} now")
     expect(page.get_by_role("row", name="lab lab everybody")).to_contain_text(short)
     expect(page.get_by_role("columnheader", name="Tested")).to_be_in_viewport(ratio=1)
     assert troubles(page) == []

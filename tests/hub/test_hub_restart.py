@@ -32,7 +32,10 @@ CONFIG = f"""
 c.GPURates.by_model = {{"*": 3600}}  # a credit a second
 c.GPUCredits.opening_grant = {GRANT}
 c.Spawner.poll_interval = 1
-c.Spawner.http_timeout = 5
+c.Spawner.http_timeout = 15
+c.Spawner.start_timeout = 240
+import gpuspawner.spawners.mixin
+gpuspawner.spawners.mixin.COMPARING = 240.0  # a start waits while the test looks at it
 """
 
 GPUS = 6
@@ -51,9 +54,15 @@ PENDING = f"""
     image: {images.INSTANT}
     devices: {{{{default: 1, max: 8}}}}
     spawner_override: {{{{start_timeout: 2}}}}
+  - slug: told
+    image: {images.INSTANT}
+    devices: {{{{default: 1, max: 8}}}}
+    spawner_override:
+      http_timeout: 300
+      cmd: [sh, -c, "until [ -e /tmp/go ]; do sleep 0.1; done; exec instant", "--"]
 """
-"""Environments whose spawn stays pending: the server never answers, or its image never comes; and
-one whose starts may not take long."""
+"""Environments whose spawn stays pending: the server never answers, or its image never comes; one
+whose starts may not take long; and one whose server answers as soon as it is told to."""
 
 STILL_FINDING_OUT = "The hub is still checking which GPUs are in use. Try again in a moment."
 WAITING = "Checking which GPUs are in use: waiting for the container engine"
@@ -92,6 +101,16 @@ def hub(module_hub: GPUHub) -> GPUHub:
 def answers(hub: GPUHub, member: str) -> bool:
     """Whether the member's server is reached through the proxy, hub or no hub."""
     return requests.get(f"{hub.server_url(member)}/env", timeout=120).status_code == 200
+
+
+def answers_itself(engine: PrivateEngine, container: str) -> bool:
+    """Whether the server in a container is reached at its own address."""
+    networks = engine.client.inspect_container(container)["NetworkSettings"]["Networks"]
+    [address] = [each["IPAddress"] for each in networks.values()]
+    try:
+        return requests.get(f"http://{address}:8888/", timeout=120).status_code > 0
+    except requests.RequestException:
+        return False
 
 
 def running(hub: GPUHub) -> list[dict[str, Any]]:
@@ -216,11 +235,13 @@ def test_starts_interrupted_by_a_kill_are_adopted_or_cost_nothing(
     wait_for(lambda: len(hub.open_leases()) == 2, "the leases")
     wait_for(lambda: running(hub), "a container")
     since = time.time()
-    hub.ask_and_go("POST", "answers", {"gpus": 1})
-    wait_for(lambda: hub.open_leases("answers"), "the lease")
+    hub.ask_and_go("POST", "answers", {"gpus": 1, "environment": "told"})
+    wait_for(lambda: len(running(hub)) == 2, "its container")
     store = Store(hub.database_url)
     with store.write():  # so that the hub cannot write that the server answered
-        wait_for(lambda: len(running(hub)) == 2, "its container")
+        container = hub.container_of("answers")
+        engine.execute(container, ["touch", "/tmp/go"])
+        wait_for(lambda: answers_itself(engine, container), "its answer")
         hub.kill9()
     store.close()
     assert [lease.state for lease in hub.open_leases()] == [LeaseState.GRANTED] * 3

@@ -39,7 +39,7 @@ POLICY = {
     "*": {
         "mode": "enforce",
         "first_minutes": 2,
-        "countdown_minutes": 2,
+        "countdown_minutes": 10,  # 20 seconds of ours, in which the test has to see it
         "snooze_minutes": 2,
         "most_snoozes": 1,
     },

@@ -48,6 +48,7 @@ environments:
     description: Its server never answers.
     image: {silent}
     devices: {{max: 0}}
+    spawner_override: {{http_timeout: 600}}
   - slug: instant
     display_name: A server that answers at once
     image: {instant}

@@ -152,7 +152,7 @@ def test_admin_cancel_ends_the_spawn_with_its_reason(hub: PayingHub, browser: Br
     )
 
     heading = page.get_by_role("heading", name="You lost your place in the queue")
-    expect(heading).to_be_visible(timeout=20_000)
+    expect(heading).to_be_visible()
     expect(page.get_by_role("alert")).to_contain_text("the course is over")
     look_over(page, "queue-refusal")
     look_over_in_the_dark(page, "queue-refusal")
@@ -198,12 +198,12 @@ def test_members_leave_the_queue_or_start_without_a_gpu(hub: PayingHub, browser:
     assert told == [], "nobody is told what they did themselves"
 
     only = pending.get_by_text("Number 1 of 1 in the queue", exact=True)
-    expect(only).to_be_visible(timeout=20_000)
+    expect(only).to_be_visible()
     pending.get_by_role("link", name="Leave queue").click()
     expect(pending.get_by_role("heading", name="Leave the queue?")).to_be_visible()
     pending.go_back()
     pending.get_by_role("button", name="Start without a GPU").click()
-    pending.wait_for_url("**/user/quinn/**", timeout=30_000)
+    pending.wait_for_url("**/user/quinn/**")
     lease = hub.lease_of("quinn")
     assert lease is not None and lease.devices == ()
     assert hub.services.queue.waiting() == []

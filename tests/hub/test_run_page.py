@@ -232,7 +232,7 @@ def test_notebook_is_followed_and_its_output_is_kept_apart(
     found += look_over_page(list_page, "runs/list")
     list_page.close()
     (files / "go").touch()
-    page.wait_for_selector("section[data-state=done]", timeout=60_000)
+    page.wait_for_selector("section[data-state=done]")
     found += look_over_page(page, "runs/notebook-done")
     with page.expect_download() as told:
         page.get_by_role("link", name="output.ipynb").click()
@@ -307,7 +307,7 @@ def test_command_is_run_again_with_other_arguments(
     page.get_by_role("button", name="Run again").click()
     page.get_by_role("button", name="Submit run").click()
     page.wait_for_url("**/runs/echo-*")
-    page.wait_for_selector("section[data-state=done]", timeout=90_000)
+    page.wait_for_selector("section[data-state=done]")
     assert page.locator("[data-log]").inner_text() == "c d <b>\n"
     second = run_of(hub, member, page.url.rpartition("/")[2])
     assert second["command"] == ["echo", "c d", "<b>"]
@@ -369,8 +369,7 @@ def test_each_trouble_is_a_sentence(
     wait_for(lambda: hub.open_leases(member) == [], "the end of all")
     shutil.rmtree(gone)
     time.sleep(2.5)  # what it recorded is remembered for two seconds
-    for container in hub.engine.client.containers(all=True):
-        hub.engine.client.remove_container(container["Id"], force=True)
+    hub.engine.remove_containers()
     page.reload()
     assert "its workspace is gone." in page.locator("main").inner_text()
     assert page.get_by_role("link", name="receipt").count() == 1, "all else is there"

@@ -104,6 +104,25 @@ def workspace(folder: Path, user: str) -> Path:
     return folder / f"work-{user}"
 
 
+def wait_ready(folder: Path, user: str, run: dict[str, Any]) -> Path:
+    """Wait until the program of a run says that it is ready; its log."""
+    log = workspace(folder, user) / run["folder"] / "run.log"
+    wait_for(lambda: log.exists() and "ready" in log.read_text(), "the program", timeout=90)
+    return log
+
+
+def preempted(hub: GPUHub, user: str, run_id: str) -> dict[str, Any]:
+    """The run, once it is written down that it has yielded its GPU and waits again: that may be
+    later than the start of who got the GPU."""
+
+    def there() -> list[dict[str, Any]]:
+        run = run_of(hub, user, run_id)
+        return [run] if run["preemptions"] else []
+
+    (run,) = wait_for(there, "its preemption to be noted")
+    return run
+
+
 def test_command_runs_with_its_gpu_and_gives_it_back(
     hub: GPUHub, member: str, folder: Path
 ) -> None:
@@ -170,10 +189,11 @@ def test_failing_hook_of_the_admin_frees_the_gpu(hub: GPUHub, member: str) -> No
 
 def test_running_run_is_stopped_by_its_member(hub: GPUHub, member: str, folder: Path) -> None:
     program = (
-        "import time\ntry: time.sleep(600)\n"
+        "import time\ntry: print('ready', flush=True); time.sleep(600)\n"
         "except KeyboardInterrupt: open('saved', 'w').write('yes')"
     )
     run = submit(hub, member, command=["python3", "-c", program])
+    wait_ready(folder, member, run)
     in_state(hub, member, run["id"], "running")
     hub.browser_of("member7")
     stranger = hub.call("member7", "DELETE", f"runs/{run['id']}")
@@ -246,11 +266,10 @@ def test_preemptible_run_yields_to_a_session_and_goes_on(
         in_state(hub, member, run_id, "running")
     run = submit(hub, member, command=command, preemptible=True)
     in_state(hub, member, run["id"], "running")
-    log = workspace(folder, member) / run["folder"] / "run.log"
-    wait_for(lambda: log.exists() and "ready" in log.read_text(), "the program")
+    log = wait_ready(folder, member, run)
 
     hub.spawn_and_wait("member7", {"environment": "base", "gpus": 1})
-    waiting = run_of(hub, member, run["id"])
+    waiting = preempted(hub, member, run["id"])
     assert (waiting["state"], waiting["preemptions"]) == ("waiting", 1)
     hub.stop_server("member7")
     run = ended(hub, member, run["id"])
@@ -273,7 +292,7 @@ def test_preemptible_run_yields_while_its_image_is_pulled(hub: GPUHub, member: s
     run_id = submit(hub, member, command=["true"], preemptible=True, options=options)["id"]
     in_state(hub, member, run_id, "starting")
     hub.spawn_and_wait("member7", {"environment": "base", "gpus": 1})
-    run = run_of(hub, member, run_id)
+    run = preempted(hub, member, run_id)
     assert (run["state"], run["preemptions"], run["restarts"]) == ("waiting", 1, 0)
     hub.stop_server("member7")
     in_state(hub, member, run_id, "starting")
@@ -295,8 +314,7 @@ def test_program_is_warned_before_its_credits_end(hub: GPUHub, member: str, fold
         "print('ready', flush=True); time.sleep(600)"
     )
     run = submit(hub, member, command=["python3", "-c", program])
-    log = workspace(folder, member) / run["folder"] / "run.log"
-    wait_for(lambda: log.exists() and "ready" in log.read_text(), "the program")
+    log = wait_ready(folder, member, run)
     left = hub.balance(member) / 10**6 - 1  # a minute of credits, and the grace period
     body = {"amount": f"-{left:.2f}", "reason": "the term is over"}
     hub.call("admin", "POST", f"accounts/member:{member}/grants", json=body).raise_for_status()
@@ -320,20 +338,28 @@ def test_run_whose_engine_died_begins_again(hub: GPUHub, member: str) -> None:
     assert_all_given_back(hub)
 
 
+def go_on(files: Path) -> None:
+    """Let a program go on that waits for a file in its member's workspace."""
+    wait_for(files.is_dir, "the workspace")
+    (files / "go").touch()
+
+
 @pytest.mark.parametrize("moment", ["submitted", "starting", "running", "ending"])
 def test_run_ends_once_though_hub_and_service_are_killed(
-    hub: GPUHub, member: str, moment: str
+    hub: GPUHub, member: str, folder: Path, moment: str
 ) -> None:
-    program = "import time; time.sleep(4)"
+    program = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.1)"
     run_id = submit(hub, member, command=["python3", "-c", program])["id"]
     if moment == "starting":
         wait_for(lambda: hub.engine.client.containers() != [], "the container", interval=0.01)
     elif moment != "submitted":
         in_state(hub, member, run_id, "running")
     if moment == "ending":
+        go_on(workspace(folder, member))
         wait_for(lambda: hub.engine.client.containers() == [], "the end of the program")
     hub.kill9(services=True)
     hub.start()
+    go_on(workspace(folder, member))
     run = ended(hub, member, run_id)
     assert (run["state"], run["exit_status"]) == ("done", 0)
     charged = [lease for lease in hub.leases(member) if lease.charged]

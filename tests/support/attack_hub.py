@@ -181,8 +181,14 @@ class AttackHub(GPUHub):
             [lease] = services.leases.of_account(f"member:{VICTIM}")
             self.lease = lease.id
             self.transfer = services.reports.statement_page(f"member:{VICTIM}").entries[0].transfer
-        [waiting] = self.service("GET", "api/queue", VICTIM).json()["tickets"]
-        self.ticket = waiting["id"]
+
+        def waiting() -> list[dict[str, Any]]:
+            found: list[dict[str, Any]]
+            found = self.service("GET", "api/queue", VICTIM).json()["tickets"]
+            return found
+
+        [ticket] = wait_for(waiting, "her ticket")
+        self.ticket = ticket["id"]
         self.run = self.ended_run(VICTIM, title=HOSTILE)
         self.sweep = self.ended_sweep(VICTIM, title=HOSTILE)
         self.schedule = self.new_schedule(VICTIM, title=HOSTILE)

@@ -154,11 +154,7 @@ class PrivateEngine:
     def clean(self) -> None:
         """Remove every container, volume and network; images stay, but for members' own."""
         client = self.client
-        for container in client.containers(all=True):
-            try:
-                client.remove_container(container["Id"], force=True, v=True)
-            except docker.errors.NotFound:
-                continue  # gone on its own meanwhile
+        self.remove_containers()
         for image in client.images("gpuspawner-kept"):
             client.remove_image(image["Id"], force=True)
         for volume in client.volumes().get("Volumes") or []:
@@ -180,6 +176,21 @@ class PrivateEngine:
             at.setdefault(lease_id, {})[event["Action"]] = event["timeNano"]
         both = {lease_id: it for lease_id, it in at.items() if it.keys() == {"start", "die"}}
         return {lease_id: (it["die"] - it["start"]) / 1e9 for lease_id, it in both.items()}
+
+    def remove_containers(self) -> None:
+        """Remove every container, and wait until they are gone; others may be removing some."""
+
+        def are_gone() -> bool:
+            left = self.client.containers(all=True)
+            for container in left:
+                try:
+                    self.client.remove_container(container["Id"], force=True, v=True)
+                except docker.errors.APIError as error:
+                    if error.status_code not in (404, 409):  # gone meanwhile, or being removed
+                        raise
+            return not left
+
+        wait_for(are_gone, "the containers to be gone")
 
     def set_devices(self, uuids: Iterable[str], model: str = "Simulated GPU") -> None:
         """Say which devices the machine has; ``/dev/nvidiaN`` follows the order given."""
