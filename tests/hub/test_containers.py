@@ -153,6 +153,12 @@ def write(hub: GPUHub, user: str, file: str, megabytes: int) -> None:
     client.exec_start(client.exec_create(hub.container_of(user), words, user="0")["Id"])
 
 
+def enlarge(hub: GPUHub, user: str, file: str, megabytes: int) -> None:
+    """Give a file its whole size at once: who looks meanwhile sees all of it or nothing."""
+    code, said = hub.shell(user, f"truncate -s {megabytes}M {file}", user="0")
+    assert code == 0, said
+
+
 def test_only_server_over_its_disk_limit_is_stopped(hub: GPUHub, services: Services) -> None:
     said_before = len(hub.log_text())
     for user, environment in (("eva", "instant"), ("bob", "cpu")):
@@ -164,13 +170,13 @@ def test_only_server_over_its_disk_limit_is_stopped(hub: GPUHub, services: Servi
     [lease] = hub.open_leases("bob")
     assert lease.devices == (), "who has no GPU has a limit as well"
     write(hub, "bob", "/home/jovyan/work/large", 100)  # his workspace is no part of it
-    write(hub, "bob", "/tmp/large", 50)
+    enlarge(hub, "bob", "/tmp/large", 50)
     warned = wait_for(lambda: told("bob").get(NoticeKind.DISK_LOW), "the warning", timeout=30)
     assert "Its container uses 50 MB of 60 MB" in warned
     assert "beyond 60 MB, it is stopped. Write large files to /home/jovyan/work" in warned
     assert hub.open_leases("bob") == [lease] or not hub.open_leases("bob")[0].outcome
 
-    write(hub, "bob", "/tmp/larger", 30)
+    enlarge(hub, "bob", "/tmp/larger", 30)
     wait_for(lambda: not hub.open_leases("bob"), "the end of who wrote too much", timeout=60)
     ended = services.leases.get(lease.id)
     assert (ended.outcome, ended.state) == ("disk", LeaseState.ENDED)

@@ -28,7 +28,7 @@ from tests.support.hub import ADMIN
 from tests.support.images import INSTANT, TRIED, ensure_images
 from tests.support.page_text import text_of
 from tests.support.pages import PHONE, WIDE, add_cookies, send_sign_in, sign_in
-from tests.support.processes import free_port, wait_for
+from tests.support.processes import BIN, free_port, system_path, wait_for
 from tests.support.registry import SlowRegistry
 
 CONFIG = """
@@ -54,10 +54,19 @@ gpuspawner.add_services(c, url="http://127.0.0.1:{port}")
 """
 
 
+HELD = """#!/bin/sh
+while [ -e {hold} ]; do sleep 0.1; done
+exec {tar} "$@"
+"""
+"""A ``tar`` that the hub finds first: it begins when the test lets it."""
+
+
 class FilesHub(GPUHub):
     """A hub whose members' directories lie in ``files``."""
 
     files: Path
+    hold: Path
+    """While this file is there, nothing is archived."""
     services: Services
 
     def write(self, user: str, size: int) -> None:
@@ -96,8 +105,13 @@ def hub(
 ) -> Iterator[FilesHub]:
     config = CONFIG.format(files=folder / "files", port=free_port(), repository=registry.repository)
     catalog = f"{CATALOG}  - slug: lab\n    image: {registry.repository}:lab\n"
-    with FilesHub(folder / "hub", engine, config, catalog=catalog) as hub:
-        hub.files = folder / "files"
+    held, hold = folder / "programs" / "tar", folder / "hold"
+    held.parent.mkdir()
+    held.write_text(HELD.format(hold=hold, tar=shutil.which("tar")), encoding="utf-8")
+    held.chmod(0o755)
+    environment = {"PATH": system_path(held.parent, BIN)}
+    with FilesHub(folder / "hub", engine, config, catalog=catalog, environment=environment) as hub:
+        hub.files, hub.hold = folder / "files", hold
         hub.services = make_services(database_url=hub.database_url, folder_source="/nowhere/{id}")
         page = f"{hub.url}/services/gpu/static/gpu.css"
         wait_for(lambda: requests.get(page, timeout=60).ok, "the service's pages", timeout=60)
@@ -203,9 +217,12 @@ def test_workspace_is_archived_and_restored_in_the_browser(hub: FilesHub, browse
     page.goto(f"{hub.url}/services/gpu/workspaces")
     carls.get_by_role("button", name="Archive").click()
     screenshot(page, "workspaces-archive")
+    hub.hold.touch()
     page.get_by_role("button", name="Archive it").click()
-    screenshot(page, "workspaces-archiving")
     jobs = page.get_by_role("list").filter(has=page.locator("[data-job]"))
+    expect(jobs).to_contain_text(str(mine))
+    screenshot(page, "workspaces-archiving")
+    hub.hold.unlink()
     expect(jobs).to_contain_text(f"{mine} is archived as carl-")
     assert "?" not in page.url, "the page loaded itself anew when it was done"
     expect(carls).to_contain_text("archived")

@@ -16,17 +16,17 @@ import pytest
 import requests
 from playwright.sync_api import Browser, Page
 
-from gpuspawner.runs.file_views import RECORD_PATIENCE
 from gpuspawner.runs.files import RECORD_SECONDS
 from tests.hub.test_runs import CATALOG, CONFIG, ended, in_state, run_of, submit, workspace
 from tests.support.engine import PrivateEngine
 from tests.support.gpu_hub import GPUHub
 from tests.support.hub import ADMIN
 from tests.support.pages import WIDE, add_cookies, look_over_page
-from tests.support.processes import PATIENCE, free_port, wait_for
+from tests.support.processes import free_port, wait_for
 
 QUOTA = """
 c.GPUDockerSpawner.workspace_quota = lambda spawner: (5 << 20) * ("full" in spawner.user.name)
+service_constants["gpuspawner.runs.files.LOCK_SECONDS"] = 30  # an engine that hangs is seen to
 """
 
 
@@ -387,13 +387,10 @@ def test_engine_that_hangs_delays_nothing_else(hub: GPUHub, member: str, folder:
     time.sleep(RECORD_SECONDS)
     with ThreadPoolExecutor(4) as threads, hub.engine.hung():
         asked = [threads.submit(log_of, hub, member, run_id) for _ in range(4)]
-        began = time.monotonic()
         told = run_of(hub, member, run_id)
         assert (told["state"], told["cell"]) == ("running", None)
-        assert time.monotonic() - began < 2 * RECORD_PATIENCE
-        began = time.monotonic()
         assert hub.call(member, "GET", "me").ok
-        assert time.monotonic() - began < 2 * PATIENCE
+        assert not any(each.done() for each in asked), "who asks the engine still waits for it"
         assert [each.result().status_code for each in asked] == [503] * 4
     assert run_of(hub, member, run_id)["state"] == "running"
     (workspace(folder, member) / "go").touch()

@@ -22,7 +22,7 @@ from tests.support import parts, processes
 from tests.support.http_client import new_session
 from tests.support.kernel import Kernel, terminal_run
 from tests.support.preloaded import PRELOADED, PYTHONPATH, Forked, start_plainly
-from tests.support.processes import BIN, LIVE, environment_of, free_port, wait_for
+from tests.support.processes import BIN, LIVE, alive, environment_of, free_port, wait_for
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -122,6 +122,8 @@ class HubProcess:
         self._hub: subprocess.Popen[bytes] | Forked | None = None
         self._browsers: dict[str, requests.Session] = {}
         self._proxy: subprocess.Popen[bytes] | None = None
+        self._orphans: list[psutil.Process] = []
+        """Accounting services of killed hubs, which end when they notice it."""
         self._log_before = 0
         """Bytes of the log that are of earlier starts."""
 
@@ -156,6 +158,7 @@ class HubProcess:
         """Start the hub (and the proxy beside it) and wait until it answers."""
         self.launch()
         self.wait_ready(timeout)
+        self._wait_for_service()
 
     def launch(self) -> None:
         """Start the hub without waiting for it."""
@@ -196,11 +199,15 @@ class HubProcess:
         """
         if self._hub is None:
             return
-        managed = self._managed() if services else []
+        managed = self._managed()
         self._hub.kill()
         self._hub.wait()
         self._hub = None
-        processes.kill_all(managed)
+        if services:
+            processes.kill_all(managed)
+        else:
+            name = "JUPYTERHUB_SERVICE_NAME"
+            self._orphans += [each for each in managed if environment_of(each).get(name) == "gpu"]
 
     def kill_services(self) -> None:
         """Kill the managed services on the spot; the hub starts them again."""
@@ -485,6 +492,21 @@ class HubProcess:
             return self.api("GET", "/", timeout=5).status_code == 200
         except requests.RequestException:
             return False
+
+    def _wait_for_service(self) -> None:
+        """Wait until the service of a killed hub, if any, has ended and ours has its address.
+
+        The hub takes the answer of the one for that of the other.
+        """
+        orphans, self._orphans = self._orphans, []
+        if not orphans:
+            return
+        wait_for(
+            lambda: not any(alive(each.pid) for each in orphans),
+            "the service of the killed hub to end",
+        )
+        url = f"{self.url}/services/gpu/static/gpu.css"
+        wait_for(lambda: requests.get(url, timeout=60).ok, "the service's pages", timeout=45)
 
     def _end_hub(self) -> None:
         if self._hub is None:
