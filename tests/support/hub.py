@@ -22,7 +22,15 @@ from tests.support import parts, processes
 from tests.support.http_client import new_session
 from tests.support.kernel import Kernel, terminal_run
 from tests.support.preloaded import PRELOADED, PYTHONPATH, Forked, start_plainly
-from tests.support.processes import BIN, LIVE, alive, environment_of, free_port, wait_for
+from tests.support.processes import (
+    BIN,
+    LIVE,
+    PATIENCE,
+    alive,
+    environment_of,
+    free_port,
+    wait_for,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -249,7 +257,7 @@ class HubProcess:
     def api(self, method: str, path: str, **kwargs: Any) -> requests.Response:
         """Call the hub's REST API as an admin service; ``path`` starts after ``/hub/api``."""
         headers = {"Authorization": f"token {self.token}", **kwargs.pop("headers", {})}
-        kwargs.setdefault("timeout", 60)
+        kwargs.setdefault("timeout", 60 * PATIENCE)
         url = f"{self.url}/hub/api/{path.lstrip('/')}"
         return requests.request(method, url, headers=headers, **kwargs)
 
@@ -325,7 +333,7 @@ class HubProcess:
 
         def told() -> list[dict[str, Any]] | None:
             try:
-                return self.progress(user, server, timeout=10)
+                return self.progress(user, server, timeout=15 * PATIENCE)
             except requests.HTTPError as error:
                 if error.response.status_code != 400:
                     raise
@@ -392,7 +400,7 @@ class HubProcess:
         token = self.user_token(user)
         url = f"{self.server_url(user, server)}/{path.lstrip('/')}"
         headers = {"Authorization": f"token {token}"}
-        return requests.get(url, headers=headers, **{"timeout": 30, **kwargs})
+        return requests.get(url, headers=headers, **{"timeout": 30 * PATIENCE, **kwargs})
 
     def call(self, user: str, method: str, path: str, **kwargs: Any) -> requests.Response:
         """Call the API of our service as a script with this member's token does."""
@@ -513,7 +521,7 @@ class HubProcess:
             return
         self._hub.send_signal(signal.SIGINT)
         try:
-            self._hub.wait(timeout=40)
+            self._hub.wait(timeout=40 * PATIENCE)
         except subprocess.TimeoutExpired:
             self._hub.kill()
             self._hub.wait()

@@ -141,7 +141,7 @@ class PayingHub(HubProcess):
     def page(self, user: str, path: str = "", **kwargs: Any) -> requests.Response:
         """A page of the service, as this member's browser gets it."""
         url = f"{self.url}/services/gpu/{path}"
-        kwargs = {"headers": NAVIGATION, "timeout": 30, **kwargs}
+        kwargs = {"headers": NAVIGATION, "timeout": 120, **kwargs}
         return self.browser_of(user).get(url, **kwargs)
 
     def send(self, user: str, path: str, **fields: str) -> requests.Response:
