@@ -28,6 +28,7 @@ from gpuspawner.engines.disk_usage import (
     written_bytes,
 )
 from tests.support import quota_scenes
+from tests.support.processes import PATIENCE
 from tests.support.slurm_images import busybox_root
 
 MB = 2**20
@@ -38,7 +39,7 @@ MODULES = Path("/usr/lib/uml/modules")
 GROUPS = Path("/sys/fs/cgroup")
 """Of version 2, in which alone all controllers are together."""
 SETTINGS = ("--iptables=false", "--ip-masq=false", "--ip-forward=false", "--bridge=none")
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 60.0 * PATIENCE
 
 
 def shell(command: str) -> None:
@@ -90,7 +91,7 @@ def engine(driver: str, data: Path) -> Iterator[docker.APIClient]:
             if daemon.poll() is not None:
                 raise RuntimeError((place / "log").read_text(errors="replace")[-3000:])
             try:
-                return docker.APIClient(base_url=url, version="auto", timeout=60)
+                return docker.APIClient(base_url=url, version="auto", timeout=int(PATIENCE_SECONDS))
             except docker.errors.DockerException:
                 return None
 
@@ -104,11 +105,29 @@ def engine(driver: str, data: Path) -> Iterator[docker.APIClient]:
         daemon.wait(PATIENCE_SECONDS)
 
 
+def writing(file: str, megabytes: int) -> str:
+    """What a shell runs to write so much, or as much as it can, and to say that it has.
+
+    On one stream: what is written to two may reach a container's log in any order.
+    """
+    return f"exec 2>&1; dd if=/dev/zero of={file} bs=1M count={megabytes} conv=fsync; echo done"
+
+
+def said(client: docker.APIClient, container: str) -> str:
+    """What a container has said of its writing, once it has ended."""
+
+    def look() -> str:
+        text: str = client.logs(container).decode()
+        return text if text.endswith("done\n") else ""
+
+    return str(eventually(look, "the end of its writing"))
+
+
 def writes(client: docker.APIClient, user: str, megabytes: int, option: int) -> str:
     """A container that wrote so much, or as much as it could, and goes on."""
     host = {"NetworkMode": "none", "StorageOpt": {"size": str(option)}}
     labels = {"gpuspawner.lease": user, "gpuspawner.disk_limit": label_of(LIMIT, True)}
-    script = f"dd if=/dev/zero of=/written bs=1M count={megabytes} conv=fsync; echo done; sleep 600"
+    script = f"{writing('/written', megabytes)}; sleep 600"
     made = client.create_container(LARGE, ["sh", "-c", script], host_config=host, labels=labels)
     client.start(made["Id"])
     return str(made["Id"])
@@ -128,12 +147,7 @@ def scene(driver: str, data: Path, **wishes: int) -> dict[str, Any]:
         }
         for user, megabytes in wishes.items():
             container = writes(client, user, megabytes, option)
-
-            def said(container: str = container) -> str:
-                text: str = client.logs(container).decode()
-                return text if "done" in text else ""
-
-            found[user] = eventually(said, "the end of its writing")
+            found[user] = said(client, container)
             found[f"{user} used"] = client.stats(container, stream=False, one_shot=True)
         for each in limited(client):
             written = written_bytes(client, each.container_id) or 0
@@ -150,12 +164,12 @@ def scratch_scene(client: docker.APIClient) -> dict[str, Any]:
     for user, megabytes in (("hog", 40), ("neighbour", 10)):
         mount = scratch.Scratch("/scratch", LIMIT, is_enforced=True).mount(user)
         host = {"NetworkMode": "none", "Mounts": [mount]}
-        script = f"dd if=/dev/zero of=/scratch/large bs=1M count={megabytes} conv=fsync; echo done"
+        script = writing("/scratch/large", megabytes)
         made = client.create_container(LARGE, ["sh", "-c", script], host_config=host)
         client.put_archive(made["Id"], *scratch.archive_of("/scratch", ""))
         client.start(made["Id"])
         client.wait(made["Id"])
-        found[user] = client.logs(made["Id"]).decode()
+        found[user] = said(client, made["Id"])
         client.remove_container(made["Id"], v=True)
     check = scratch.check_scratch(client, LIMIT, is_local=True, is_removed=True)
     found["check"] = check.text if check else ""

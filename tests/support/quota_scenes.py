@@ -12,6 +12,7 @@ from gpuspawner.core.errors import QuotaUnavailable
 from gpuspawner.services import Services
 from gpuspawner.storage.quotas import Quotas, QuotaUse, measure, project_of
 from tests.support.brokers import open_services
+from tests.support.processes import PATIENCE
 
 MB = 2**20
 MEMBER = 1000
@@ -58,7 +59,7 @@ def as_member(command: str, capabilities: str = "") -> str:
     if capabilities:
         words += [f"--inh-caps={capabilities}", f"--ambient-caps={capabilities}"]
     words += ["sh", "-c", command]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60 * PATIENCE, check=False)
     return (done.stdout + done.stderr).strip()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import c_library, processes
-from tests.support.processes import REPO, as_root
+from tests.support.processes import PATIENCE, REPO, as_root
 
 REGISTERS = Path(__file__).with_name("uml_registers.c")
 
@@ -41,7 +41,10 @@ sleep 60
 
 
 def run_on_xfs(module: str, folder: Path, timeout: float = 400.0) -> Any:
-    """Run ``python -m module MOUNT ANSWER`` as root on a fresh XFS; the JSON that it wrote."""
+    """Run ``python -m module MOUNT ANSWER`` as root on a fresh XFS; the JSON that it wrote.
+
+    ``timeout`` (seconds) is for a machine at rest.
+    """
     disk, init, log, answer = (folder / name for name in ("disk", "init", "log", "answer.json"))
     with open(disk, "wb") as file:
         file.truncate(DISK_BYTES)
@@ -60,7 +63,7 @@ def run_on_xfs(module: str, folder: Path, timeout: float = 400.0) -> Any:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=timeout,
+            timeout=timeout * PATIENCE,
             env=environment,
             check=False,
         )
