@@ -107,6 +107,8 @@ c.DockerSpawner.environment = {{"GPUSPAWNER_GPU_COUNT": "0"}}
     wait_for(lambda: b"A kernel is made ready" in log(), "a kernel in advance")
     code = "import os; open('note', 'w').write('hello'); print(os.getcwd(), os.getuid())"
     assert hub.kernel_run("ann", code) == "/home/jovyan/work 1000\n"
+    told = (b"The kernel was ready", b"started as usual")
+    wait_for(lambda: any(words in log() for words in told), "the server's word on the kernel")
     assert b"The kernel was ready" in log() and b"started as usual" not in log()
     assert "html" in hub.get("ann", "api/nbconvert", timeout=90).json()
     assert b"listed by the server itself" not in log()

@@ -49,7 +49,8 @@ def test_one_process_is_ended_and_the_log_says_so(
     inside = pid_inside(pid)
     assert inside and inside != pid
     engine.write_log(container, "it used 30.0 GB; its share is 20 GB, 'as told'")
-    assert "it used 30.0 GB; its share is 20 GB, 'as told'\n" in logs(clean_engine, container)
+    line = "it used 30.0 GB; its share is 20 GB, 'as told'\n"
+    wait_for(lambda: line in logs(clean_engine, container), "the line in the log")
     assert engine.end_process(container, inside, "SIGTERM")
     wait_for(lambda: "the program has ended" in logs(clean_engine, container), "its end")
     assert engine.inspect(container)["State"]["Running"]
