@@ -379,17 +379,33 @@ def test_check_without_containers_creates_none(check: Check, clean_engine: Priva
     assert unchecked == ["GPU injection", "hub API"]
     until = clean_engine.client.info()["SystemTime"]
     created = {"event": "create", "type": "container"}
-    events = clean_engine.client.events(
-        since=since[:19] + "Z", until=until[:19] + "Z", filters=created, decode=True
-    )
-    assert list(events) == []
+    events = clean_engine.client.events(since=since, until=until, filters=created, decode=True)
+    assert list(events) == [], "to the nanosecond: another check may have ended just before"
+
+
+@pytest.fixture
+def hanging_image(clean_engine: PrivateEngine, images: Any) -> Iterator[str]:
+    """An image whose shell runs for minutes, and whatever a check tries in it."""
+    client, tag = clean_engine.client, "gpuspawner/hangs:test"
+    write = "printf '#!/usr/bin/perl\\nsleep 600;\\n' > /new; chmod 755 /new; mv /new /bin/sh"
+    made = client.create_container(images.INSTANT, ["bash", "-c", write])["Id"]
+    client.start(made)
+    assert client.wait(made)["StatusCode"] == 0
+    client.commit(made, *tag.split(":"))
+    client.remove_container(made)
+    yield tag
+    client.remove_image(tag, force=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_check_leaves_no_container(
-    check: Check, clean_engine: PrivateEngine, tmp_path: Path, number: int
+    check: Check,
+    clean_engine: PrivateEngine,
+    hanging_image: str,
+    tmp_path: Path,
+    number: int,
 ) -> None:
-    check("", NO_CONTAINERS)  # writes the configuration
+    check("", NO_CONTAINERS, image=hanging_image)  # writes the configuration
     process, printed = command(tmp_path, clean_engine.url)
     wait_for(lambda: left(clean_engine), "a container of the check")
     process.send_signal(number)
