@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import docker
@@ -34,6 +36,15 @@ MB = 2**20
 LIMIT = 64 * MB
 TOO_MUCH = ["python3", "-c", "bytearray(200 * 2**20)"]
 BUSY = ["python3", "-c", "while True: pass"]
+MAY_END = "/tmp/may-end"
+"""A file in a container, for a program that ends when the test has seen it at work."""
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for an answer on a busy machine, too, which would be unknown after seconds."""
+    monkeypatch.setattr(last_sample, "PATIENCE_SECONDS", 120.0)
+    monkeypatch.setattr(resource_monitor, "ROUND_SECONDS", 120.0)
 
 
 @pytest.fixture
@@ -188,12 +199,15 @@ async def test_run_is_measured_once_more_before_it_is_stopped(
 async def test_run_that_ends_by_itself_is_measured_to_its_end(
     services: Services, hub: ScriptedHub, clean_engine: PrivateEngine, is_sampled: bool
 ) -> None:
-    """Five seconds of CPU time, and those of a program that it does not wait for."""
+    """Five seconds of CPU time, and those of a program whose end it does not wait for."""
     program = (
-        "import subprocess, time\nbytearray(30 * 2**20)\n"
-        "orphan = 'import time\\nwhile time.process_time() < 1: pass'\n"
-        "subprocess.run(['sh', '-c', f'python3 -c \"{orphan}\" & '])\n"
-        "while time.process_time() < 4: pass"
+        "import os, subprocess, time\nbytearray(30 * 2**20)\n"
+        "orphan = 'import time\\nwhile time.process_time() < 1: pass\\nprint(flush=True)'\n"
+        "begin = ['sh', '-c', f'python3 -c \"{orphan}\" > /tmp/orphan & ']\n"
+        "subprocess.run(begin)\n"
+        "while time.process_time() < 4: pass\n"
+        "while not os.path.getsize('/tmp/orphan'): time.sleep(0.1)\n"
+        f"while not os.path.exists('{MAY_END}'): time.sleep(0.1)"
     )
     run, lease = carried_out(services, clean_engine, program)
     asked, before = open_engine(clean_engine.url), 0.0
@@ -203,6 +217,7 @@ async def test_run_that_ends_by_itself_is_measured_to_its_end(
             await duty.sample()
             found = services.resources.totals_of([lease.id])
             before = (found[lease.id].cpu_seconds or 0.0) if found else 0.0
+    assert clean_engine.execute(lease.engine_ref, ["touch", MAY_END])[0] == 0
     clean_engine.client.wait(lease.engine_ref)
     assert asked.resource_use(lease.engine_ref) is None
     await RunDuty(make_tick(services, hub, asked)).round()
@@ -218,11 +233,15 @@ async def test_figures_that_a_member_makes_up_are_ignored(
     """The program ends what would report after it, which fails, and the log stays its own."""
     forged = REPORT + json.dumps({"cpu_seconds": 1e6, "memory_bytes": 1})
     program = (
-        "import os, signal\nos.write(1, b'epoch 9\\n')\n"
+        "import os, signal, time\nos.write(1, b'epoch 9\\n')\n"
+        f"while not os.path.exists('{MAY_END}'): time.sleep(0.1)\n"
         f"open(f'/proc/{{os.getppid()}}/fd/1', 'w').write({forged!r} + '\\n')\n"
         "os.kill(os.getppid(), signal.SIGKILL)"
     )
     run, lease = carried_out(services, clean_engine, program)
+    log = partial(clean_engine.client.logs, lease.engine_ref)
+    wait_for(lambda: b"epoch 9" in log(), "its line to be passed on")
+    assert clean_engine.execute(lease.engine_ref, ["touch", MAY_END])[0] == 0
     clean_engine.client.wait(lease.engine_ref)
     asked = open_engine(clean_engine.url)
     told = asked.reported_use(lease.engine_ref)
@@ -265,11 +284,15 @@ async def test_stop_goes_on_without_engine_or_container(
 async def test_run_that_ended_by_it_says_so(
     services: Services, hub: ScriptedHub, clean_engine: PrivateEngine
 ) -> None:
-    run, lease = started_run(services, clean_engine, TOO_MUCH)
-    clean_engine.client.wait(lease.engine_ref)
+    program = f"exec 2> /dev/null; {shlex.join(TOO_MUCH)}; status=$?"
+    # An engine that hears of the end before it hears why does not say why.
+    ends = f"until [ -e {MAY_END} ]; do sleep 0.1; done; exit $status"
+    run, lease = started_run(services, clean_engine, ["sh", "-c", f"{program}; {ends}"])
     docker = DockerEngine(lambda: clean_engine.client)
     duty = duty_of(services, hub, clean_engine)
     wait_for(docker.memory_kills, "the engine's event")
+    assert clean_engine.execute(lease.engine_ref, ["touch", MAY_END])[0] == 0
+    clean_engine.client.wait(lease.engine_ref)
     await duty.look_for_kills()
     assert "exit code 137, out of memory (limit 64.0 MB)" in {x.detail for x in docker.sightings()}
     await RunDuty(make_tick(services, hub, docker)).round()
