@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -227,16 +229,31 @@ def test_workspace_in_use_is_not_archived_or_deleted(site: Site, here: PrivateEn
     assert site.services.storage.workspaces()[0].busy == ""
 
 
+def tar_without_end(folder: Path) -> str:
+    """A PATH on which ``tar`` packs everything, and does not end before the file ``goes-on``, which
+    it makes in the folder then, is removed."""
+    script = folder / "bin" / "tar"
+    script.parent.mkdir()
+    mark = shlex.quote(str(folder / "goes-on"))
+    program = shlex.quote(shutil.which("tar") or "tar")
+    wait = f"touch {mark}\nwhile [ -e {mark} ]; do sleep 0.1; done"
+    script.write_text(f'#!/bin/sh\n{program} "$@"\n{wait}\n', encoding="utf-8")
+    script.chmod(0o755)
+    return f"{script.parent}:{os.environ['PATH']}"
+
+
 def test_killed_archive_leaves_no_file_and_can_be_repeated(site: Site) -> None:
     mine = fill(site, "anna")
     (mine / "huge").write_bytes(os.urandom(30_000_000))
     command = [sys.executable, "-m", "gpuspawner", "workspaces", "archive", "anna"]
     file = site.folder / "anna.tar.gz"
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "PATH": tar_without_end(site.folder)}
     process = subprocess.Popen([*command, "--to", str(file)], env=environment)
-    wait_for(lambda: site.services.storage.workspaces()[0].busy, "the claim", timeout=60)
+    wait_for(lambda: (site.folder / "goes-on").exists(), "all to be read", timeout=60)
+    assert site.services.storage.workspaces()[0].busy
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=120)
+    (site.folder / "goes-on").unlink()
     assert not file.exists()
     says = site("workspaces", "archive", "anna", "--to", str(file), code=1)
     assert "already being processed" in says and f"workspaces free {mine}" in says
