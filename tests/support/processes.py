@@ -159,9 +159,9 @@ def wait_for(
     timeout *= PATIENCE
     began = time.monotonic()
     while True:
+        waited = time.monotonic() - began  # before the look: the last one begins after the timeout
         if found := look():
             return found
-        waited = time.monotonic() - began
         if waited > timeout:
             raise TimeoutError(f"waited {timeout:.0f} s for {what}")
         time.sleep(interval or min(0.25, max(0.02, waited / 15)))
