@@ -14,7 +14,7 @@ from typing import Any
 from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult, LoginPassword
 
-from tests.support.processes import free_port
+from tests.support.processes import PATIENCE, free_port
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,13 @@ class MailServer:
         return f"mailto://127.0.0.1:{self.port}?from=gpu@lab.example&to={{address}}"
 
     def start(self) -> None:
-        self._controller = Controller(self, hostname="127.0.0.1", port=self.port, **self.options)
+        self._controller = Controller(
+            self,
+            hostname="127.0.0.1",
+            port=self.port,
+            ready_timeout=15.0 * PATIENCE,
+            **self.options,
+        )
         self._controller.start()
 
     def stop(self) -> None:

@@ -59,6 +59,9 @@ async def notifying(
     """A notifier whose rounds follow one another quickly."""
     patch = pytest.MonkeyPatch()
     patch.setattr("gpuspawner.service.notifier.RETRY_SECONDS", retry_seconds)
+    # Apprise gives up a server after 4 s, and what has arrived by then would be sent again.
+    for name in ("socket_connect_timeout", "socket_read_timeout"):
+        patch.setattr(f"apprise.URLBase.{name}", 15.0 * PATIENCE)
     notifier = Notifier(GPUNotifications(**settings), services, services.log)
 
     async def rounds() -> None:
