@@ -376,16 +376,24 @@ static void be_client(int is_open) {
     }
 }
 
+/* Who reads the file meanwhile finds the number before or this one, and never none. */
+static void write_number(const char *name, int number) {
+    char new[4200];
+    FILE *file;
+    snprintf(new, sizeof new, "%s.%d", name, (int)getpid());
+    if (!(file = fopen(new, "w"))) return;
+    fprintf(file, "%d\n", number);
+    fclose(file);
+    rename(new, name);
+}
+
 static void count_open(int change) {
     const char *path = fleet_path();
     char name[4096];
-    FILE *file;
     opened += change;
     be_client(opened > 0);
     snprintf(name, sizeof name, "%s.opened", path);
-    if (!(file = fopen(name, "w"))) return;
-    fprintf(file, "%d\n", opened);
-    fclose(file);
+    write_number(name, opened);
 }
 
 nvmlReturn_t nvmlInitWithFlags(unsigned int flags) {
@@ -777,12 +785,9 @@ typedef struct {
 static void count_samples(int change) {
     static int allocated = 0;
     char name[4096];
-    FILE *file;
     allocated += change;
     snprintf(name, sizeof name, "%s.samples", fleet_path());
-    if (!(file = fopen(name, "w"))) return;
-    fprintf(file, "%d\n", allocated);
-    fclose(file);
+    write_number(name, allocated);
 }
 nvmlReturn_t nvmlGpmQueryDeviceSupport(nvmlDevice_t handle, nvmlGpmSupport_t *support) {
     CALL_FOR("nvmlGpmQueryDeviceSupport", handle);
