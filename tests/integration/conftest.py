@@ -100,13 +100,18 @@ def server() -> Iterator[Callable[[Lease], subprocess.Popen[bytes]]]:
             "JUPYTERHUB_SERVER_NAME": lease.server.name,
         }
         process = subprocess.Popen(
-            ["sh", "-c", "echo up; exec sleep 600"],
+            ["cat"],
             env=os.environ | environment,
             start_new_session=True,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         started.append(process)
-        assert process.stdout and process.stdout.readline() == b"up\n"
+        assert process.stdin and process.stdout
+        process.stdin.write(b"up\n")
+        process.stdin.flush()
+        # While a process begins a program, /proc shows neither its command nor its environment.
+        assert process.stdout.readline() == b"up\n"
         return process
 
     yield start
