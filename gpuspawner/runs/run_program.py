@@ -223,7 +223,8 @@ def _carry_out(
         if number == signal.SIGTERM:
             was_ended.append(number)
             number = signal.SIGINT
-        os.killpg(process.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended just now
+            os.killpg(process.pid, number)
         if was_ended:
             record.write()  # there may be no time for it later
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -21,7 +20,10 @@ from gpuspawner.runs import run_program
 from tests.support.processes import wait_for
 
 
-def start(workspace: Path, seconds: int | None = None, **work: Any) -> subprocess.Popen[str]:
+def start(
+    workspace: Path, seconds: int | None = None, *, before: str = "", **work: Any
+) -> subprocess.Popen[str]:
+    """``before``: lines of Python that are run before the program's own."""
     told = {"command": [], "notebook": "", "parameters": {}, "directory": "", "folder": "runs/one"}
     environment = {
         "GPUSPAWNER_WORKSPACE": str(workspace),
@@ -31,7 +33,7 @@ def start(workspace: Path, seconds: int | None = None, **work: Any) -> subproces
     }
     program = Path(run_program.__file__).read_text(encoding="utf-8")
     return subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", f"{before}\nexec({program!r})" if before else program],
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -47,8 +49,10 @@ def said_until_the_end(process: subprocess.Popen[str]) -> str:
     return program
 
 
-def carried_out(workspace: Path, seconds: int | None = None, **work: Any) -> tuple[int, str]:
-    process = start(workspace, seconds, **work)
+def carried_out(
+    workspace: Path, seconds: int | None = None, *, before: str = "", **work: Any
+) -> tuple[int, str]:
+    process = start(workspace, seconds, before=before, **work)
     said = said_until_the_end(process)
     return process.returncode, said
 
@@ -91,12 +95,36 @@ def test_program_knows_its_end(tmp_path: Path) -> None:
     assert before <= datetime.fromisoformat(said.strip()) - timedelta(hours=1)
 
 
+IN_STEP = """
+import os, threading, time
+
+class Timer(threading.Timer):
+    def run(self):
+        while not os.path.exists("ready"):  # a slow start is no part of this
+            time.sleep(0.01)
+        super().run()
+
+def warned(group, number, killpg=os.killpg):
+    killpg(group, number)
+    open("warned", "w").close()
+
+threading.Timer, os.killpg = Timer, warned
+"""
+
+
 @pytest.mark.parametrize("handles", [True, False])
-def test_program_is_warned_before_the_end(tmp_path: Path, handles: bool) -> None:
-    """Two seconds from its start here; who does not know of the signal goes on."""
+def test_program_is_warned_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handles: bool
+) -> None:
+    """A second from its start here; who does not know of the signal goes on."""
+    monkeypatch.chdir(tmp_path)
     handler = "signal.signal(signal.SIGUSR1, lambda *_: print('saved', flush=True))"
-    program = f"import signal, time\n{handler if handles else ''}\ntime.sleep(4)\nprint('end')"
-    status, said = carried_out(tmp_path, 122, command=python(program))
+    program = f"""import os, signal, time
+{handler if handles else ""}
+open('ready', 'w').close()
+while not os.path.exists('warned'): time.sleep(0.01)
+print('end')"""
+    status, said = carried_out(tmp_path, 121, before=IN_STEP, command=python(program))
     assert (status, said) == (0, "saved\nend\n" if handles else "end\n")
 
 
@@ -113,6 +141,25 @@ def test_stop_lets_the_program_save(tmp_path: Path) -> None:
     assert (process.returncode, said) == (run_program.INTERRUPTED, "on\nsaved\n")
 
 
+STOPPED_AT_ITS_END = """
+import os, signal, subprocess
+
+def wait(process, known=subprocess.Popen.wait):
+    status = known(process)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return status
+
+subprocess.Popen.wait = wait
+"""
+
+
+def test_run_that_is_stopped_when_its_program_has_just_ended_has_a_record(tmp_path: Path) -> None:
+    program = python("print('end')")
+    status, said = carried_out(tmp_path, before=STOPPED_AT_ITS_END, command=program)
+    assert (status, said) == (run_program.INTERRUPTED, "end\n")
+    assert recorded(tmp_path)["exit_status"] == run_program.INTERRUPTED
+
+
 @pytest.mark.parametrize("handles", [True, False])
 def test_program_makes_room(tmp_path: Path, handles: bool) -> None:
     """It is warned if it handles that; else it is interrupted at once, and may save."""
@@ -123,7 +170,7 @@ def test_program_makes_room(tmp_path: Path, handles: bool) -> None:
     log = tmp_path / "runs/one/run.log"
     wait_for(lambda: log.exists() and log.read_text() == "on\n", "the program")
     process.send_signal(run_program.YIELD)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == (75 if handles else run_program.INTERRUPTED)
     assert log.read_text().startswith("on\n" if handles else "on\nsaved\n")
 
@@ -173,7 +220,7 @@ def test_record_says_which_cell_is_executed(tmp_path: Path) -> None:
     for number in (3, 4):  # after the tagged cell and the one that papermill adds
         wait_for(partial(executes, number), f"cell {number}", timeout=60)
         (tmp_path / f"go{number - 2}").touch()
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert recorded(tmp_path)["cell"] == 5 and recorded(tmp_path)["exit_status"] == 0
     assert {"input.ipynb", "output.ipynb", "run.log"} <= {
         each["path"] for each in recorded(tmp_path)["files"]
@@ -215,7 +262,7 @@ def test_stopped_run_has_a_record(tmp_path: Path) -> None:
     process = start(tmp_path, command=python("open('new', 'w'); import time; time.sleep(60)"))
     wait_for((tmp_path / "new").exists, "its file")
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     told = recorded(tmp_path)
     assert told["exit_status"] == run_program.INTERRUPTED and told["started_at"]
 
@@ -234,15 +281,15 @@ def test_killed_notebook_has_every_finished_cell(tmp_path: Path) -> None:
     process.kill()
     for child in children:
         os.killpg(child, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert "first\n" in outputs(output)
 
 
 def test_full_workspace_keeps_every_finished_cell(tmp_path: Path) -> None:
     """A limit on the size of its files stands for a quota: a write ends in the middle."""
     notebook(tmp_path / "a.ipynb", "", "print('first')", "print(200_000 * 'x')", "print('last')")
-    process = start(tmp_path, notebook="a.ipynb")
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (50_000, 50_000))
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
+    process = start(tmp_path, before=limit, notebook="a.ipynb")
     said = said_until_the_end(process)
     assert process.returncode == 1 and said.endswith("OSError: [Errno 27] File too large\n")
     output = tmp_path / "runs/one/output.ipynb"
