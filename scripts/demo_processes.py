@@ -61,14 +61,20 @@ def end_descendants(patience: float = 5.0) -> set[int]:
 
     Needs :func:`adopt_descendants` before any of them was started.
     """
-    for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 2.0)):
-        for pid in descendants():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
+    for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
+        _signal(descendants(), number)
         deadline = time.monotonic() + seconds
         while not childless() and time.monotonic() < deadline:
             time.sleep(0.05)
+            if number == signal.SIGKILL:  # what was started while we looked for it
+                _signal(descendants(), number)
     return set() if childless() else descendants()
+
+
+def _signal(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def childless() -> bool:

@@ -65,11 +65,33 @@ if os.fork() == 0:
 """,
 }
 
+LATE = """
+import signal, subprocess
+import demo_processes
+known = demo_processes._signal
+def signal_late(pids, number):
+    if number == signal.SIGKILL and not late:
+        late.append(subprocess.Popen(["sleep", "100"]).pid)
+        print(late[0], flush=True)
+    known(pids, number)
+late = []
+demo_processes._signal = signal_late
+"""
+"""A process is started after the look that is to find all of them."""
+
 
 @pytest.mark.parametrize("hub", HUBS)
 def test_demo_leaves_no_process_running(hub: str) -> None:
+    assert_nothing_is_left(DEMO, HUBS[hub])
+
+
+def test_process_that_starts_while_all_are_killed_is_killed_too() -> None:
+    assert_nothing_is_left(LATE + DEMO, HUBS["deaf"])
+
+
+def assert_nothing_is_left(demo: str, hub: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", DEMO, SLEEP + HUBS[hub]],
+        [sys.executable, "-c", demo, SLEEP + hub],
         env={**os.environ, "PYTHONPATH": str(REPO / "scripts")},
         capture_output=True,
         text=True,

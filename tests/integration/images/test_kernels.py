@@ -65,7 +65,7 @@ class Kernels:
 
     def start(self, **options: Any) -> tuple[KernelManager, BlockingKernelClient]:
         """One more, with its client."""
-        manager = KernelManager(kernel_name="python3")
+        manager = KernelManager(kernel_name="python3", shutdown_wait_time=SLOW)
         manager.connection_file = str(self.folder.parent / f"kernel-{len(self._running)}.json")
         environment = {**self.environment, "JPY_SESSION_NAME": "a.ipynb"}
         manager.start_kernel(**{"cwd": str(self.folder), "env": environment, **options})
