@@ -90,7 +90,7 @@ def test_locked_sqlite_file_makes_the_store_unavailable(path: Path) -> None:
 def test_write_waits_for_a_lock_released_in_time(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(db_engine, "BUSY_SECONDS", 10)
+    monkeypatch.setattr(db_engine, "BUSY_SECONDS", 30 * PATIENCE)
     with in_use(f"sqlite:///{path}") as services:
         asked = threading.Event()
         write = services.store.write

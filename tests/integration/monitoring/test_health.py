@@ -288,10 +288,12 @@ def test_shared_device_with_a_foreign_program_gets_no_more_sessions(
         return [each.reason for each in services.leaks.judge_leaks()]
 
     with subprocess.Popen(
-        [sys.executable, "-c", "input()"],
+        [sys.executable, "-c", "print('up', flush=True); input()"],
         env={LEASE_VARIABLE: ada.id},
         stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as own:
+        assert own.stdout and own.stdout.readline() == b"up\n"
         show(f'{{"0": {{"processes": [[{own.pid}, "python3"]]}}}}')
         assert [leaks(), leaks()] == [[], []], "the programs of leases belong there"
         listed = f'[{own.pid}, "python3"], [{os.getpid()}, "miner"]'

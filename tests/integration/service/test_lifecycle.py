@@ -34,8 +34,8 @@ GPUSampler._owners = owners
 HANGS = """
 import signal, time
 from gpuspawner.service import worker as watchdog
-watchdog.HANGS_SECONDS, watchdog.STEP_SECONDS = 5.0, 0.1
 def hang_for_good(*_):
+    watchdog.HANGS_SECONDS, watchdog.STEP_SECONDS = 5.0, 0.1
     while True:
         time.sleep(1)
 signal.signal(signal.SIGUSR1, hang_for_good)

@@ -33,6 +33,12 @@ async def nothing_is_left() -> AsyncIterator[None]:
     assert not left
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause of this process, which is client and server, is no slow server."""
+    monkeypatch.setattr(readiness, "PATIENCE", 60.0)
+
+
 def saying(text: bytes) -> Handler:
     """Return a server that reads a request and answers this."""
 
@@ -110,14 +116,16 @@ async def test_readiness_probe_always_closes_its_connection(
         closed.set()
         writer.close()
 
-    if end != "it answered":
-        monkeypatch.setattr(readiness, "PATIENCE", 0.5)
     async with await asyncio.start_server(keep, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         asking = asyncio.ensure_future(answers(f"http://127.0.0.1:{port}/user/anna/api", None))
         await asyncio.wait_for(opened.wait(), 60)
         if end == "nobody waits any more":
             asking.cancel()
+        if end != "it answered":
+            loop = asyncio.get_running_loop()
+            time, later = loop.time, 2 * readiness.PATIENCE
+            monkeypatch.setattr(loop, "time", lambda: time() + later)
         await asyncio.wait([asking], timeout=120)
         assert asking.cancelled() or asking.result() is (end == "it answered")
         await asyncio.wait_for(closed.wait(), 60)

@@ -26,18 +26,17 @@ from gpuspawner.spawners.progress import SpawnProgress
 from gpuspawner.spawners.turns import StartsWithoutGPU, TurnDispatcher
 from tests.support.brokers import Clock, Make, running
 from tests.support.parts import each_database
-from tests.support.processes import wait_for
+from tests.support.processes import PATIENCE, wait_for
 from tests.support.telling import until
 
 ONE = Request(devices=1)
-SOON = 20.0
+SOON = 20.0 * PATIENCE
 """Seconds for what takes a round or two, on a busy machine."""
 
 
 @pytest.fixture
-def services(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Services]:
+def services(make: Make) -> Iterator[Services]:
     """Two devices, in use by ada and bob."""
-    monkeypatch.setattr(db_engine, "BUSY_SECONDS", 0.5)  # of patience, to save time here
     services = make(device_source="simulated:2xT4", group_priority={"course": "course"})
     for user in ("ada", "bob"):
         running(services, user)
@@ -130,7 +129,7 @@ def free_one(services: Services, user: str = "ada") -> None:
 
 @contextlib.contextmanager
 def busy(services: Services) -> Iterator[None]:
-    """Keep another thread in the middle of a write."""
+    """Keep another thread in the middle of a write, for which nobody waits long."""
     held, go_on = threading.Event(), threading.Event()
 
     def write() -> None:
@@ -142,7 +141,9 @@ def busy(services: Services) -> Iterator[None]:
     writer.start()
     assert held.wait(120)
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(db_engine, "BUSY_SECONDS", 0.5)
+            yield
     finally:
         go_on.set()
         writer.join()

@@ -70,7 +70,7 @@ config.GPUDatabase.url = url
 command = os.environ.get("MIG_COMMAND", f"{sys.executable} {nvidia_smi.__file__}")
 config.GPUSharing.mig_command = command.split()
 services = Services(config)
-services.mig.release_seconds = float(os.environ.get("RELEASE_SECONDS", 20))
+services.mig.release_seconds = float(os.environ.get("RELEASE_SECONDS", 120))
 read = services.mig.read_states
 
 def read_states(device):
