@@ -175,9 +175,12 @@ def _billing(cluster: Cluster) -> str:
 
 def _node_line(node: Node) -> str:
     gres = [f"gpu:{name}:{count}" for name, count in counts(node).items()]
-    # Without types, which Slurm takes from gres.conf: those of the devices with these files.
-    if shards := sum(node.slots_of(device) for device in shared_devices(node)):
-        gres.append(f"shard:{shards}")
+    # With types, though gres.conf implies them: a controller of Slurm 22.05 that starts while there
+    # are jobs with shards knows of no type else, and refuses every job that names one.
+    shards: Counter[str] = Counter()
+    for device in shared_devices(node):
+        shards[device.gres] += node.slots_of(device)
+    gres += [f"shard:{name}:{count}" for name, count in shards.items()]
     words = [f"NodeName={node.name}", f"NodeAddr={node.address}", f"CPUs={node.cpus}"]
     words += [node.layout] if node.layout else []
     words += [f"RealMemory={allocatable_megabytes(node)}"]
@@ -208,7 +211,7 @@ def gres_conf(cluster: Cluster) -> str:
         name = f"NodeName={node.name}"
         lines += [f"{name} Name=gpu Type={d.gres} File={d.file}" for d in node.devices]
         lines += [
-            f"{name} Name=shard Count={node.slots_of(d)} File={d.file}"
+            f"{name} Name=shard Type={d.gres} Count={node.slots_of(d)} File={d.file}"
             for d in shared_devices(node)
         ]
     return "\n".join(lines) + "\n"

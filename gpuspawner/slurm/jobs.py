@@ -29,6 +29,12 @@ _AGAIN = frozenset({"NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "REVOKED"})
 """Ends that the job did not cause: it may be submitted once more."""
 
 GIVEN_BACK = "[gpuspawner: given back]"
+BAD_CONSTRAINTS = "BadConstraints"
+"""Slurm's reason for a job that no machine can run.
+
+Slurm 22.05 says so of jobs with shards, too, until their machine has reported to a controller that
+was started anew.
+"""
 """Part of the admin's comment of a job that was ended so that its ticket gets other devices."""
 
 _JOBS = re.compile(r'"jobs"\s*:\s*\[\s*')
@@ -38,6 +44,7 @@ AT_A_TIME = 32
 """How many jobs are parsed before another thread gets its turn: less than a millisecond."""
 
 _GIVEN = re.compile(r"(gpu|shard)(?::[^,()]*)?\(IDX:([0-9,-]+)\)")
+_ASKED = re.compile(r"\bgres:(?:gpu|shard)\b")
 _NONE_GIVEN = re.compile(r"(?:gpu|shard)(?::[^,()]*)?:0\(IDX:(?:N/A)?\)")
 
 _REASONS = {
@@ -61,6 +68,7 @@ _REASONS = {
     "AssocMaxJobsLimit": "you have as many servers as one member may have",
     "ReqNodeNotAvail": "the suitable machines are closed or down",
     "Reservation": "the machines are reserved",
+    BAD_CONSTRAINTS: "its machine has not reported to Slurm yet",
     "InvalidAccount": "your account in Slurm is closed",
     "InvalidQOS": "your account in Slurm may not use this QOS",
 }
@@ -86,7 +94,8 @@ class SlurmJob:
     has_none: bool = False
     """True if it runs and got none of the devices that it asked for.
 
-    Slurm 22.05 starts such jobs until a node has registered with a controller that was restarted.
+    Slurm 22.05 starts such jobs until a node has registered with a controller that was restarted,
+    and for shares as long as jobs with shares run that are older than that.
     """
     priority: int = 0
     excluded: str = ""
@@ -117,7 +126,14 @@ class SlurmJob:
     @property
     def may_come_again(self) -> bool:
         """True if it ended for a reason that would not stop it a second time."""
+        if self.state == "FAILED" and self.reason == BAD_CONSTRAINTS:
+            return True  # it was never accepted: the submission that made it was told why
         return self.state in _AGAIN or GIVEN_BACK in self.note
+
+    @property
+    def is_given_up(self) -> bool:
+        """True if it waits, and Slurm does not try to start it until it is released."""
+        return self.waits and not self.priority and self.reason == BAD_CONSTRAINTS
 
     @property
     def why(self) -> str:
@@ -200,7 +216,7 @@ def _job(row: Mapping[str, Any]) -> SlurmJob:
         node=str(row.get("nodes") or ""),
         indices=given(details),
         is_share=any(kind == "shard" for each in details for kind, _ in _GIVEN.findall(each)),
-        has_none=state == "RUNNING" and any(map(_NONE_GIVEN.search, details)),
+        has_none=state == "RUNNING" and _has_none(row, details),
         priority=int(row.get("priority") or 0),
         excluded=str(row.get("excluded_nodes") or ""),
         note=str(row.get("admin_comment") or ""),
@@ -208,6 +224,12 @@ def _job(row: Mapping[str, Any]) -> SlurmJob:
         started_at=_time_of_job(row.get("start_time")),
         ended_at=None if state in _LIVES else _time_of_job(row.get("end_time")),
     )
+
+
+def _has_none(row: Mapping[str, Any], details: list[str]) -> bool:
+    if not details:
+        return _ASKED.search(str(row.get("tres_per_node") or "")) is not None
+    return any(map(_NONE_GIVEN.search, details))
 
 
 def given(details: list[str]) -> tuple[int, ...]:

@@ -137,6 +137,16 @@ class PriorityOverrides:
             for gone in known.keys() - there:
                 known.pop(gone)
 
+    def revive(self, ticket: Ticket, job: SlurmJob) -> bool:
+        """Release a job that Slurm has given up; returns False if Slurm refuses that.
+
+        Raises SlurmUnavailable.
+        """
+        if not self._is_due(ticket, f"{job.id} release"):
+            return True
+        self._nice.pop(ticket.id, None)
+        return self._release([job.id])
+
     def exclude(self, job: SlurmJob, nodes: Collection[str]) -> None:
         """Let a waiting job run on all nodes but these. Raises SlurmUnavailable."""
         self._change(job.id, excluded=nodes)
@@ -149,14 +159,18 @@ class PriorityOverrides:
 
     def _insist(self, ticket: Ticket, job: SlurmJob, **what: int) -> bool:
         """Make a change, repeated only after growing pauses; True if Slurm accepted it now."""
-        said, now = f"{job.id} {what}", self._clock()
+        return self._is_due(ticket, f"{job.id} {what}") and self._change(job.id, **what)
+
+    def _is_due(self, ticket: Ticket, said: str) -> bool:
+        """Return True if Slurm is to be told this now, and note that it is."""
+        now = self._clock()
         before, pause = self._told.get(ticket.id), FIRST_PAUSE
         if before is not None and before.what == said:
             if now < before.again_at:
                 return False
             pause = min(2 * before.pause, LONGEST_PAUSE)
         self._told[ticket.id] = _Told(said, now + pause, pause)
-        return self._change(job.id, **what)
+        return True
 
     def _is_ours(self, job: SlurmJob) -> bool:
         """Return True if we hold a held job for a pause, and no admin held it before or since."""

@@ -22,6 +22,7 @@ from ..core.errors import (
     Refused,
     SlurmRefused,
     SlurmUnavailable,
+    TooMuchAsked,
 )
 from ..devices.models import Device, DeviceStatus, Inventory
 from ..queue.models import Ticket, Turn
@@ -46,6 +47,10 @@ We do not open any other node: an admin closed it, or Slurm did because its epil
 
 _GONE = frozenset({"DOWN", "NOT_RESPONDING", "FAIL"})
 """Slurm's states of nodes that get no jobs now."""
+NOT_THERE = "node configuration is not available"
+"""What Slurm says of a share before the machines have told it which GPUs they have."""
+NO_DEVICE = "it started the job without a GPU"
+NO_REPORT = "the suitable machines have not reported to it yet"
 _OFF = {
     "POWERED_DOWN": "off (power saving)",
     "POWERING_DOWN": "being switched off (power saving)",
@@ -193,6 +198,11 @@ class Nodes:
         )
         return Inventory(devices=devices, observed_at=now, source=self.name)
 
+    def _silent(self, machines: Collection[str]) -> frozenset[str]:
+        """Return the nodes among these that have not reported since Slurm's controller started."""
+        states = _states(self.slurm.nodes())
+        return frozenset(n for n in machines if n in states and not states[n].has_reported)
+
     def _state_of(self, machine: str) -> _State:
         states = _states(self.slurm.nodes())
         if machine not in states:
@@ -210,6 +220,8 @@ class _State:
     reason: str = ""
     """Slurm's own reason, and who gave it."""
     by: str = ""
+    has_reported: bool = True
+    """False until it reports to a controller that was started anew."""
 
     @property
     def is_ours(self) -> bool:
@@ -247,7 +259,13 @@ def _state(node: Mapping[str, Any]) -> _State:
     off = next((said for word, said in _OFF.items() if word in words), "")
     drained = "DRAIN" in words
     state = _State(
-        status=DeviceStatus.OK, why=off, resting=off, drained=drained, reason=reason, by=by
+        status=DeviceStatus.OK,
+        why=off,
+        resting=off,
+        drained=drained,
+        reason=reason,
+        by=by,
+        has_reported=bool(off or node.get("slurmd_start_time", True)),
     )
     # A node that is off does not respond, and gets jobs all the same.
     if gone := words & (_GONE - {"NOT_RESPONDING"} if off else _GONE):
@@ -293,6 +311,9 @@ FRESH = 2.0
 
 SWITCHED_ON = "its machine is being switched on"
 SHARED_STILL = "somebody still has a share of its GPU"
+
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
+"""Seconds until a ticket whose job got no device has another one, doubled each time."""
 
 
 class SlurmDelegate(Nodes):
@@ -341,6 +362,10 @@ class SlurmDelegate(Nodes):
         self._told: float | None = None
         """When Slurm was first told something since the last query."""
         self._submitted: dict[str, float] = {}
+        self._pauses: dict[str, tuple[float, float]] = {}
+        """When a ticket whose job got no device may have another one, and after which pause."""
+        self._awaited: frozenset[str] = frozenset()
+        """The nodes that had not reported when Slurm refused a job for want of them."""
         self._submitting = [threading.Lock() for _ in range(AT_ONCE)]
 
     # Tickets.
@@ -364,6 +389,12 @@ class SlurmDelegate(Nodes):
         untold = frozenset(self._untold)
         if untold and able <= untold:
             raise SlurmUnavailable(why="the suitable machines are closed")
+        if time.monotonic() < self._pauses.get(ticket.id, (0.0, 0.0))[0]:
+            raise SlurmUnavailable(why=NO_DEVICE)
+        if able & self._awaited:
+            self._awaited = self._awaited - able | self._silent(able)
+            if able <= self._awaited:
+                raise SlurmUnavailable(why=NO_REPORT)
         lacking = {*untold, *self.images.lacking(ticket, able)}
         account, is_late = self._before(ticket)
         job = job_spec.of(
@@ -381,6 +412,9 @@ class SlurmDelegate(Nodes):
         try:
             self._hand_in(job)
         except SlurmRefused as error:
+            if NOT_THERE in error.message and (silent := self._silent(able)):
+                self._awaited |= silent
+                raise SlurmUnavailable(why=NO_REPORT) from None
             if job.minutes is not None and "time limit" in error.message:
                 self.must_allow(job.minutes)  # reports how long it may be
             raise _explained(error, user, is_late) from None
@@ -469,6 +503,10 @@ class SlurmDelegate(Nodes):
         job = self._jobs.get(ticket_id)
         if job is not None and job.lives:
             self._tell_end(ticket_id, partial(self._hand.give_back, job))
+            if job.has_none:  # the next one may get none either
+                _, before = self._pauses.get(ticket_id, (0.0, FIRST_PAUSE / 2))
+                pause = min(2 * before, LONGEST_PAUSE)
+                self._pauses[ticket_id] = time.monotonic() + pause, pause
 
     def turns(self, age: float = EVERY) -> Mapping[str, Turn]:
         """Return the state of each ticket, at most ``age`` seconds old. Raises SlurmUnavailable."""
@@ -554,7 +592,10 @@ class SlurmDelegate(Nodes):
     def why_not_yet(self, ticket: Ticket) -> str:
         """Return why a ticket cannot be submitted at the moment, or ""."""
         with suppress(GPUSpawnerError):  # the next try reports what no node has
-            return self.images.why_not_yet(ticket, job_spec.able(ticket.request, self.cluster))
+            able = job_spec.able(ticket.request, self.cluster)
+            if able <= self._awaited:
+                return "the suitable machines have not reported to Slurm yet"
+            return self.images.why_not_yet(ticket, able)
         return ""
 
     def tend(self, waiting: Collection[Ticket], *, paused: bool) -> None:
@@ -571,10 +612,22 @@ class SlurmDelegate(Nodes):
             places = {job.id: t.position for t, job in found if t.position is not None}
             self._hand.go_on([job for _, job in found], places)
             self._hand.order(found)
+            self._revive([(ticket, job) for ticket, job in found if job.is_given_up])
             for ticket, job in found:
                 if job.excluded and self.images.wanted(ticket) is not None:
                     self._let_in(ticket, job)
         self._tended = time.monotonic(), paused
+
+    def _revive(self, given_up: Collection[tuple[Ticket, SlurmJob]]) -> None:
+        """Let Slurm try jobs again that it gave up before their machines had reported."""
+        if not given_up:
+            return
+        silent = self._silent([node.name for node in self.cluster.nodes])
+        for ticket, job in given_up:
+            with suppress(TooMuchAsked):
+                waits = silent & job_spec.able(ticket.request, self.cluster)
+                if not waits and not self._hand.revive(ticket, job):
+                    self.decline(ticket.id)
 
     def _let_in(self, ticket: Ticket, job: SlurmJob) -> None:
         """Let a waiting job also run where its image has arrived meanwhile."""
@@ -634,6 +687,7 @@ class SlurmDelegate(Nodes):
         }
         self._began = began
         self._forget_ends(began)
+        self._pauses = {name: each for name, each in self._pauses.items() if name in self._jobs}
         if not any(job.waits for job in self._jobs.values()):
             self._nobody_waited = began
         for name in self._submitted.keys() - self._jobs.keys():

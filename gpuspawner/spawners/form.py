@@ -346,6 +346,7 @@ def price_list(
     payers: Payers,
     groups: frozenset[str],
     discounted: Callable[[int], int] = lambda rate: rate,
+    *,
     reserved: Mapping[str, str] | None = None,
 ) -> PriceList:
     """Return what environments cost now, and how long each account pays. Blocks on the store."""

@@ -113,7 +113,7 @@ def slurm_conf(
         gpus, shards = len(m.files), len(m.files) * SHARDS
         lines.append(
             f"NodeName={m.name} NodeAddr={m.address} CPUs={CPUS} RealMemory={MEMORY}"
-            f" Gres=gpu:{m.gres}:{gpus},shard:{shards} Feature={m.gres}"
+            f" Gres=gpu:{m.gres}:{gpus},shard:{m.gres}:{shards} Feature={m.gres}"
             f" State={'CLOUD' if m.spare else 'UNKNOWN'}"
         )
     names = ",".join(m.name for m in machines)
@@ -132,7 +132,7 @@ def gres_conf(machines: Sequence[Machine]) -> str:
         for file in m.files:
             lines.append(f"NodeName={m.name} Name=gpu Type={m.gres} File={file}")
         for file in m.files:
-            lines.append(f"NodeName={m.name} Name=shard Count={SHARDS} File={file}")
+            lines.append(f"NodeName={m.name} Name=shard Type={m.gres} Count={SHARDS} File={file}")
     return "\n".join(lines) + "\n"
 
 

@@ -117,6 +117,27 @@ def test_job_that_runs_without_a_device_is_recognized(details: list[str], has_no
     assert not job(RUNS | {"gres_detail": details, "job_state": "COMPLETING"}).has_none
 
 
+@pytest.mark.parametrize("asked", ["gres:gpu:a100:2", "gres:shard:a100:1", "gres:shard:1"])
+def test_job_that_asked_for_a_device_and_has_none_is_recognized(asked: str) -> None:
+    """What Slurm 22.05.8 says of a share that it started beside older ones on a full GPU."""
+    runs = RUNS | {"gres_detail": [], "tres_per_node": asked}
+    assert job(runs).has_none
+    assert not job(RUNS | {"gres_detail": [], "tres_per_node": ""}).has_none
+    assert not job(runs | {"gres_detail": ["shard:a100:1(IDX:0)"]}).has_none
+    assert not job(runs | {"job_state": "COMPLETING"}).has_none
+
+
+def test_job_that_slurm_cannot_place_is_tried_again() -> None:
+    """It ends so when it is submitted, and is held when Slurm was started anew meanwhile."""
+    bad = {"state_reason": "BadConstraints"}
+    assert job(RUNS | bad | {"job_state": "FAILED", "gres_detail": []}).may_come_again
+    assert not job(RUNS | {"job_state": "FAILED", "gres_detail": []}).may_come_again
+    assert job(WAITS | bad | {"priority": 0}).is_given_up
+    assert job(WAITS | bad).why == "its machine has not reported to Slurm yet"
+    assert not job(WAITS | bad | {"priority": 1}).is_given_up
+    assert not job(WAITS | {"priority": 0}).is_given_up
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("count", [0, 1, 2, 100])
 def test_all_jobs_are_parsed_despite_misleading_names(count: int, indent: int | None) -> None:
