@@ -38,6 +38,7 @@ from gpuspawner.web.base import Context
 from tests.support.brokers import Clock, make_services
 from tests.support.http_client import new_session
 from tests.support.hub import NAVIGATION
+from tests.support.processes import PATIENCE
 from tests.support.service_process import SCOPE, StandInHub, token_of
 
 START = datetime(2025, 3, 3, 9, tzinfo=timezone.utc)
@@ -182,7 +183,7 @@ class Site:
         self._ending.close()
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60 * PATIENCE)
 
     # Commands.
 

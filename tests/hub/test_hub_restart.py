@@ -33,7 +33,6 @@ c.GPURates.by_model = {{"*": 3600}}  # a credit a second
 c.GPUCredits.opening_grant = {GRANT}
 c.Spawner.poll_interval = 1
 c.Spawner.http_timeout = 15
-c.Spawner.start_timeout = 240
 import gpuspawner.spawners.mixin
 gpuspawner.spawners.mixin.COMPARING = 240.0  # a start waits while the test looks at it
 """

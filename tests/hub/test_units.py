@@ -30,7 +30,7 @@ Type=oneshot
 RemainAfterExit=yes
 ExecStart=/bin/true
 """
-SOON = "[Service]\nTimeoutStartSec=2s\nTimeoutStopSec=1s\n"
+SOON = "[Service]\nTimeoutStartSec=15s\nTimeoutStopSec=1s\n"
 """The same in less time, as by ``systemctl edit``."""
 
 

@@ -60,7 +60,10 @@ def open_browser() -> Iterator[Browser]:
     parts.require("browser")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=chromium(), args=list(ARGUMENTS), env=dict(environment())
+            executable_path=chromium(),
+            args=list(ARGUMENTS),
+            env=dict(environment()),
+            timeout=PATIENCE_MS,
         )
         browser.on("context", _be_patient)
         try:

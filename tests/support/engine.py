@@ -137,7 +137,7 @@ class PrivateEngine:
         if daemon:
             processes.signal_pid(daemon, signal.SIGKILL)
         if self._daemon:
-            self._daemon.wait(timeout=20)
+            self._daemon.wait(timeout=20 * PATIENCE)
             self._daemon = None
 
     @contextmanager
@@ -332,7 +332,7 @@ class PrivateEngine:
         if pid := self._pid():
             end_process(pid, timeout=40)
         if self._daemon:
-            self._daemon.wait(timeout=40)
+            self._daemon.wait(timeout=40 * PATIENCE)
             self._daemon = None
 
     def _end_leftovers(self) -> None:

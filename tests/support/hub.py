@@ -75,6 +75,8 @@ c.Authenticator.allow_all = True
 c.Authenticator.admin_users = {{{admin!r}}}
 c.JupyterHub.spawner_class = "simple"
 c.Spawner.default_url = "/lab"
+c.Spawner.start_timeout = 240
+c.Spawner.http_timeout = 120
 """
 """What the hub is unless the test's own snippet, which follows, says otherwise. A snippet sets what
 is no setting by ``service_constants["gpuspawner.service.app.NAME"] = 1``."""

@@ -8,7 +8,7 @@ import uuid
 import requests
 import websocket
 
-from tests.support.processes import wait_for
+from tests.support.processes import PATIENCE, wait_for
 
 
 class Kernel:
@@ -31,7 +31,7 @@ class Kernel:
         self._socket = websocket.create_connection(
             f"{self.base.replace('http', 'ws', 1)}/api/kernels/{self.id}/channels",
             header=[f"{k}: {v}" for k, v in self.headers.items()],
-            timeout=self.timeout,
+            timeout=self.timeout * PATIENCE,
         )
         return self
 
@@ -67,7 +67,7 @@ class Kernel:
                 return "".join(printed)
 
 
-def terminal_run(base: str, token: str, command: str, timeout: float = 30.0) -> str:
+def terminal_run(base: str, token: str, command: str, timeout: float = 120.0) -> str:
     """Type a command into a new terminal of the server at ``base``; what came before its end."""
     headers = {"Authorization": f"token {token}"}
     answer = requests.post(f"{base}/api/terminals", headers=headers, json={}, timeout=timeout)

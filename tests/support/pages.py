@@ -97,7 +97,7 @@ def served(hub: PayingHub, services: Services, **settings: Any) -> Iterator[str]
 
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    server = asyncio.run_coroutine_threadsafe(listen(), loop).result(10)
+    server = asyncio.run_coroutine_threadsafe(listen(), loop).result(120)
     try:
         yield f"http://127.0.0.1:{port}/services/gpu/"
     finally:
