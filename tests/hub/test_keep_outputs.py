@@ -97,13 +97,18 @@ def lines_shown(page: Page) -> list[str]:
     return [line for text in output(page, 0).all_inner_texts() for line in text.split("\n") if line]
 
 
-def lines_saved(notebook: Path) -> list[str]:
-    """What the first cell has printed, as the file has it."""
+def outputs_saved(notebook: Path, number: int) -> list[dict[str, Any]]:
+    """The outputs of a cell, as the file has them."""
     try:
-        first = json.loads(notebook.read_text())["cells"][0]
+        found: list[dict[str, Any]] = json.loads(notebook.read_text())["cells"][number]["outputs"]
     except ValueError:
         return []  # it is being written
-    texts = ["".join(each.get("text", "")) for each in first["outputs"]]
+    return found
+
+
+def lines_saved(notebook: Path) -> list[str]:
+    """What the first cell has printed, as the file has it."""
+    texts = ["".join(each.get("text", "")) for each in outputs_saved(notebook, 0)]
     return "".join(texts).split("\n")[:-1]
 
 
@@ -169,8 +174,12 @@ def test_outputs_of_all_kinds_are_kept_except_updates_of_displays(
     expect(output(page, 2).last).to_contain_text("begun")
     page.context.close()
     (notebook.parent / "closed").touch()
-    wait_for(lambda: "ZeroDivisionError" in notebook.read_text(), "the error in the file")
-    saved = json.loads(notebook.read_text())["cells"][2]["outputs"]
+
+    def saved_with_error() -> list[dict[str, Any]]:
+        found = outputs_saved(notebook, 2)
+        return found if "ZeroDivisionError" in json.dumps(found) else []
+
+    saved = wait_for(saved_with_error, "the error in the file")
     text = json.dumps(saved)
     assert "3/3" in text and "<b>a table</b>" in text
     changing = "".join(saved[0]["data"]["text/plain"])
