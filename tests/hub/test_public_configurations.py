@@ -116,9 +116,9 @@ class Patient(DockerSpawner):
     pass
 
 
-c.Patient.start_timeout = 20
+c.Patient.start_timeout = 30
 c.Patient.http_timeout = 120
-c.Patient.cmd = ["sh", "-c", "sleep 21; exec instant", "--"]
+c.Patient.cmd = ["sh", "-c", "sleep 31; exec instant", "--"]
 
 
 class Stacks(DockerSpawner):
