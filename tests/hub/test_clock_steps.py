@@ -24,6 +24,7 @@ YEAR = 365 * 24 * HOUR
 STEPS = (2 * HOUR, -2 * HOUR, YEAR, -YEAR)
 
 EXACT = 0.5
+"""Seconds by which a charge may differ from how long the server lived."""
 
 
 class ClockHub(PayingHub):
@@ -114,6 +115,7 @@ def test_clock_steps_do_not_change_the_charge(hub: ClockHub) -> None:
     wait_for_charges(hub, lease, 2)
     assert charged(hub, lease) <= life.so_far()
     assert len(hub.clock_entries()) == len(before) + 1
+    at_least = life.so_far()
     hub.stop_server("ada")
     hub.wait_end(lease)
-    assert charged(hub, lease) == pytest.approx(life.whole(), abs=EXACT)
+    assert at_least - EXACT <= charged(hub, lease) <= life.whole() + EXACT

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -233,7 +232,6 @@ def test_starts_interrupted_by_a_kill_are_adopted_or_cost_nothing(
         hub.ask_and_go("POST", user, {"gpus": 1, "environment": user})
     wait_for(lambda: len(hub.open_leases()) == 2, "the leases")
     wait_for(lambda: running(hub), "a container")
-    since = time.time()
     hub.ask_and_go("POST", "answers", {"gpus": 1, "environment": "told"})
     wait_for(lambda: len(running(hub)) == 2, "its container")
     store = Store(hub.database_url)
@@ -257,11 +255,18 @@ def test_starts_interrupted_by_a_kill_are_adopted_or_cost_nothing(
     assert lease.answered_at is not None and lease.started_at is not None
     assert lease.started_at < lease.answered_at
     assert len(hub.containers()) == 1
+    # The engine's own word of the start. Its events come later, on a busy machine much later.
+    state = engine.client.inspect_container(hub.container_of("answers"))["State"]
+    whole, _, fraction = state["StartedAt"].removesuffix("Z").partition(".")
+    began = datetime.fromisoformat(f"{whole}.{fraction[:6]:0<6}+00:00")
+    before = datetime.now(timezone.utc)
     hub.stop_server("answers")
+    after = datetime.now(timezone.utc)
     assert_paid_exactly(hub, lease)
     [ended] = hub.leases("answers")
-    lived = engine.lifetimes(since)[lease.id]
-    assert ended.charged / MICRO == pytest.approx(lived, abs=0.5)
+    assert ended.started_at is not None and ended.ended_at is not None
+    assert abs(ended.started_at - began) <= timedelta(microseconds=1)
+    assert before < ended.ended_at < after
     hub.spawn_and_wait("silent", {"environment": "cpu"})
     hub.spawn_and_wait("next", ALL)
 
