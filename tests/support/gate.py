@@ -76,6 +76,10 @@ class Gate:
                 _close(caller)  # no engine behind an open gate
                 continue
             with self._lock:
+                if self._listener is not listener:  # it was shut since the call came
+                    _close(caller)
+                    _close(engine)
+                    return
                 self._open_sockets |= {caller, engine}
             for way in ((caller, engine, False), (engine, caller, True)):
                 threading.Thread(target=self._carry, args=way, daemon=True).start()
