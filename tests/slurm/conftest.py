@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.processes import PATIENCE
+
 if TYPE_CHECKING:
     from tests.support.node_sampler import NodeSampler
     from tests.support.slurm_books import Books
@@ -62,6 +64,13 @@ def samplers(
 def sampler_urls(shared_cluster: SlurmCluster, samplers: list[NodeSampler]) -> dict[str, str]:
     """Where each node's is, by the node's name."""
     return {node.name: s.url for node, s in zip(shared_cluster.nodes, samplers, strict=True)}
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services of a test wait for Slurm on a busy machine, too, which would go on without."""
+    monkeypatch.setattr("gpuspawner.slurm.scheduler.PATIENCE", 5.0 * PATIENCE)
+    monkeypatch.setattr("gpuspawner.slurm.service.PATIENCE", 5.0 * PATIENCE)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -59,6 +58,13 @@ def settled_round(books: Books) -> BillingResult:
     return books.services.job_billing.debit_cluster()
 
 
+def end_after_a_second(cluster: SlurmCluster, job: int) -> None:
+    """End a running job: Slurm counts whole seconds, and a job of none costs nothing."""
+    ran = ("squeue", "-h", "-j", str(job), "-o", "%M")
+    wait_for(lambda: cluster.run(*ran).strip() >= "0:01", "a second of the job")
+    cluster.run("scancel", str(job))
+
+
 def checked(books: Books) -> CheckFinding:
     """What ``gpuspawner check`` says of the database."""
     hub = open_hub(Config())
@@ -70,11 +76,12 @@ def test_batch_jobs_are_charged_to_the_member_account(books: Books, cluster: Slu
     user = member(books, "Dan G", "u-_44an_20_47")
     cluster.user("gsbob", "lab1")  # whom the hub does not know
     books.sync()
-    two = cluster.hold(user, "--gres=gpu:a100:2", "--job-name=a|b\nc", script=QUICK)
+    two = cluster.hold(user, "--gres=gpu:a100:2", "--job-name=a|b\nc")
     one = cluster.hold("gsbob", "--gres=gpu:h100:1", script=QUICK)
     none = cluster.hold(user, script=QUICK)
     cluster.wait_state(two, "RUNNING")
     assert books.services.job_billing.debit_cluster().amount == 0  # not an hour yet
+    end_after_a_second(cluster, two)
     seconds = books.ended(two)
     books.ended(one)
     books.ended(none)
@@ -121,8 +128,7 @@ def test_job_that_is_found_late_is_charged(
         assert begun == [], "no round writes anything while nothing happens"
     forward(books, hours=3)
     books.services.job_billing.debit_cluster()
-    time.sleep(1.1)  # Slurm counts whole seconds, and a job of none costs nothing
-    cluster.run("scancel", str(job))
+    end_after_a_second(cluster, job)
     assert books.ended(job) < 600  # long before the last look, as it says
     assert books.debit().amount == books.ended(job) * MICRO
 

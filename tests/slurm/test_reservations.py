@@ -50,6 +50,13 @@ def node_of(cluster: SlurmCluster, job: int) -> str:
     return cluster.run("squeue", "-h", "-j", str(job), "-o", "%N").strip()
 
 
+def cancel(cluster: SlurmCluster, *jobs: int) -> None:
+    """End jobs, and wait until nodes have cleaned up after them: their GPUs are free then."""
+    cluster.run("scancel", *map(str, jobs))
+    for job in jobs:
+        cluster.wait_state(job, "CANCELLED")
+
+
 @pytest.mark.parametrize("who", ["Users=gsada", ACCOUNTS])
 def test_members_of_the_group_get_the_reserved_node_and_others_do_not(
     cluster: SlurmCluster, who: str
@@ -74,10 +81,10 @@ def test_members_of_the_group_get_the_reserved_node_and_others_do_not(
             ours = cluster.hold(ada, "--gres=gpu:1")
             assert node_of(cluster, ours) == kept
             assert [cluster.state(job) for job in waiting] == ["PENDING", "PENDING"]
-            cluster.run("scancel", str(ours))
+            cancel(cluster, ours)
 
         # Although open GPUs are free, too.
-        cluster.run("scancel", *map(str, (*theirs, *waiting)))
+        cancel(cluster, *theirs, *waiting)
         assert node_of(cluster, cluster.hold(ada, "--gres=gpu:1")) == kept
 
     assert node_of(cluster, cluster.hold(cleo, "--gres=gpu:h100:1")) == kept

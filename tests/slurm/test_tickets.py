@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -86,6 +86,16 @@ END_JOB: dict[str, Callable[[SlurmDelegate, str, int], None]] = {
 }
 
 
+@contextmanager
+def nothing_begins(cluster: SlurmCluster) -> Iterator[None]:
+    """Meanwhile Slurm starts no job."""
+    cluster.run("scontrol", "update", "partitionname=gpu", "state=down")
+    try:
+        yield
+    finally:
+        cluster.run("scontrol", "update", "partitionname=gpu", "state=up")
+
+
 def test_ticket_gets_no_devices_from_a_cancelled_job(
     services: Services, cluster: SlurmCluster
 ) -> None:
@@ -95,18 +105,20 @@ def test_ticket_gets_no_devices_from_a_cancelled_job(
     for why, end in END_JOB.items():
         first = slurm.job(ticket.id)
         assert first is not None
-        end(slurm, ticket.id, first.id)
-        # The last look shows it running.
-        assert services.queue.turns(frozenset([ticket.id])) == [], why
-        with pytest.raises(NoDeviceFree):
-            services.queue.start_ticket(ticket.id)
+        with nothing_begins(cluster):  # for a look that comes late could show another job
+            end(slurm, ticket.id, first.id)
+            # The last look shows it running.
+            assert services.queue.turns(frozenset([ticket.id])) == [], why
+            with pytest.raises(NoDeviceFree):
+                services.queue.start_ticket(ticket.id)
 
         # It waits on, and gets another job.
         until(services, [ticket], lambda turns: turns == [ticket.id])
         second = slurm.job(ticket.id)
         assert second is not None and second.id != first.id
     lease = services.queue.start_ticket(ticket.id)
-    assert lease.ticket_id == ticket.id and cluster.holder(ticket.id) == "RUNNING"
+    assert lease.ticket_id == ticket.id
+    wait_for(lambda: cluster.holder(ticket.id) == "RUNNING", "the jobs before to be cleaned up")
 
 
 def test_job_that_slurm_refuses_to_end_counts_again(
@@ -115,12 +127,13 @@ def test_job_that_slurm_refuses_to_end_counts_again(
     def refuse(*jobs: int) -> None:
         raise SlurmRefused(why="Access/permission denied")
 
-    monkeypatch.setattr(scheduler, "ENDING", 0.0)
+    monkeypatch.setattr(scheduler, "ENDING", 3600.0)
     monkeypatch.setattr(Slurm, "cancel", lambda self, *jobs: refuse(*jobs))
     ticket = asked(services, "ann")
     until(services, [ticket], lambda turns: turns == [ticket.id])
     delegate_of(services).decline(ticket.id)
     assert services.queue.turns(frozenset([ticket.id])) == []
+    monkeypatch.setattr(scheduler, "ENDING", 0.0)
     until(services, [ticket], lambda turns: turns == [ticket.id])
     assert cluster.holder(ticket.id) == "RUNNING"
 
@@ -428,7 +441,8 @@ def test_node_that_slurm_cannot_drain_is_excluded(
     closed(services, first.devices[0].uuid)
     until(services, [ticket], lambda turns: turns == [ticket.id])
     assert not why(cluster, first)
-    assert cluster.holder(ticket.id, "%T %N") == f"RUNNING {second.name}"
+    runs = f"RUNNING {second.name}"
+    wait_for(lambda: cluster.holder(ticket.id, "%T %N") == runs, "its first job to be cleaned up")
     assert f"ExcNodeList={first.name}" in cluster.run("scontrol", "show", "job")
 
     # Where no other machine would do, it waits without a job.
@@ -512,8 +526,9 @@ def test_refused_changes_are_retried_with_growing_pauses(
 
 
 @pytest.fixture
-def patient_programs(cluster: SlurmCluster) -> Iterator[None]:
-    """Slurm's programs wait for minutes."""
+def patient_programs(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Slurm's programs wait for minutes, and the hub does not."""
+    monkeypatch.setattr(scheduler, "PATIENCE", 5.0)
     cluster.reconfigure(MessageTimeout=90)
     yield
     cluster.reconfigure(MessageTimeout=5)
