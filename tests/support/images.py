@@ -223,7 +223,9 @@ def _compile(source: bytes) -> bytes:
             code, program = Path(work, "program.c"), Path(work, "program")
             code.write_bytes(source)
             processes.run([compiler, "-O2", "-static", "-s", "-o", program, code])
-            shutil.move(program, kept)
+            part = kept.with_name(f"{kept.name}.{os.getpid()}")
+            shutil.move(program, part)
+            part.rename(kept)  # at once: another process may look for it now
     return kept.read_bytes()
 
 

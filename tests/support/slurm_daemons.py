@@ -62,7 +62,7 @@ class Daemon:
         for pid in self._pids():
             processes.signal_pid(pid, number)
         try:
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=20 * processes.PATIENCE)  # killed, it would forget jobs
         except subprocess.TimeoutExpired:
             for pid in self._pids():
                 processes.signal_pid(pid, signal.SIGKILL)
