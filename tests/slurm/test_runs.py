@@ -85,12 +85,16 @@ def test_run_ends_with_its_program(hub: SlurmHub, member: str, status: int, stat
     assert (log.status_code, log.text) == (200, "the end\n")
     lease = lease_of(hub, run_id)
     assert lease.state is LeaseState.ENDED and lease.charged
-    said = hub.cluster.run(
-        "sacct", "-X", "-n", "-P", "-o", "Comment,State", f"--name=gpuspawner-{lease.ticket_id}"
-    )
-    comment, _, ended = said.strip().rpartition("|")
-    assert json.loads(comment) == {"server": f"{member}/run:{run_id}", "kind": "run"}
-    assert ended.startswith(("COMPLETED", "CANCELLED"))
+    which = ("-o", "Comment,State", f"--name=gpuspawner-{lease.ticket_id}")
+
+    def comment() -> str:
+        """Slurm's database knows it, as the job's end, a little later."""
+        said = hub.cluster.run("sacct", "-X", "-n", "-P", *which).strip()
+        found, _, state = said.rpartition("|")
+        return found if state.startswith(("COMPLETED", "CANCELLED")) else ""
+
+    told = json.loads(wait_for(comment, "the job's end in Slurm's database"))
+    assert told == {"server": f"{member}/run:{run_id}", "kind": "run"}
 
 
 def test_run_is_stopped_with_its_job(hub: SlurmHub, member: str) -> None:
