@@ -18,7 +18,7 @@ from gpuspawner.service.image_prefetch import PullAhead
 from gpuspawner.spawners import progress
 from gpuspawner.spawners.progress import Pulls
 from tests.support.brokers import make_services
-from tests.support.processes import wait_for
+from tests.support.processes import free_port, wait_for
 from tests.support.registry import SlowRegistry
 from tests.support.small_engine import SmallEngine
 
@@ -77,8 +77,7 @@ def test_image_missing_in_the_registry_is_reported(
 
 
 def test_unreachable_registry_is_reported(small: SmallEngine) -> None:
-    with SlowRegistry(size=0) as gone:
-        image = f"{gone.repository}:lab"
+    image = f"127.0.0.1:{free_port()}/large:lab"
     assert "its registry is not responding" in refusal(small, image)
     with pytest.raises(ImageUnavailable, match="is not responding"):
         offered_digest(small.client, image)
