@@ -23,7 +23,7 @@ from gpuspawner.queue.models import Ticket
 from gpuspawner.slurm.accounts import user_of
 from tests.support.processes import wait_for
 from tests.support.slurm_books import QUICK, Books, begin, cluster_duty, finish, member
-from tests.support.slurm_broker import asked, opened
+from tests.support.slurm_broker import asked, hanging_sacctmgr, opened
 from tests.support.slurm_cluster import SlurmCluster
 
 LONG = "dana.of-the-very-long-name@mathematics.example.org"
@@ -37,7 +37,7 @@ def associations(books: Books, *words: str) -> list[str]:
 
 
 def test_slurm_sync_is_previewed_and_resumes_after_a_kill(
-    books: Books, cluster: SlurmCluster
+    books: Books, cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     cluster.user("gsann", "lab1")
     before = associations(books)
@@ -50,10 +50,13 @@ def test_slurm_sync_is_previewed_and_resumes_after_a_kill(
     assert not planned["done"] and not planned["problems"] and len(planned["steps"]) > 8
     assert associations(books) == before
 
-    killed = books.start("sync")
-    wait_for(lambda: associations(books) != before, "the first steps")
+    folder = tmp_path / "programs"
+    killed = books.start("sync", path=hanging_sacctmgr(folder, len(planned["steps"])))
+    wait_for((folder / "hangs").exists, "all steps but the last one")
     os.kill(killed.pid, signal.SIGKILL)
     killed.communicate(timeout=120)
+    (folder / "hangs").unlink()
+    assert associations(books) != before
     left = books.slurm("sync")
     assert left["done"] and 0 < len(left["steps"]) < len(planned["steps"])
     again = books.services.cluster_members.plan_for_cluster()

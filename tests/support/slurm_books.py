@@ -57,12 +57,13 @@ class Books:
         found = {"PATH": system_path(), "PYTHONPATH": str(REPO), "HOME": str(self.folder)}
         return found | {"LC_ALL": "C.UTF-8", "TZ": "UTC"}
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        """``gpuspawner slurm ...``"""
+    def start(self, *words: str, path: str = "") -> subprocess.Popen[str]:
+        """``gpuspawner slurm ...``; ``path``: the PATH on which it finds Slurm's programs."""
+        changed = {"PATH": path} if path else {}
         return subprocess.Popen(
             [sys.executable, "-m", "gpuspawner", "slurm", *words],
             cwd=self.folder,
-            env=self._environment,
+            env=self._environment | changed,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

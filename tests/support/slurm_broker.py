@@ -106,6 +106,28 @@ sys.stdout.buffer.write(said)
     return f"{folder}:{os.environ['PATH']}"
 
 
+def hanging_sacctmgr(folder: Path, change: int) -> str:
+    """A PATH on which ``sacctmgr`` makes all changes before this one, counted from 1, which hangs
+    while there is the file ``hangs`` in the folder, and then is not made."""
+    folder.mkdir()
+    changes, hangs = (shlex.quote(str(folder / name)) for name in ("changes", "hangs"))
+    script = f"""#!/bin/sh
+if [ "$1" = -i ]; then
+    echo >> {changes}
+    if [ "$(wc -l < {changes})" -ge {change} ]; then
+        touch {hangs}
+        while [ -e {hangs} ]; do sleep 0.1; done
+        exit 1
+    fi
+fi
+exec {shlex.quote(program("sacctmgr"))} "$@"
+"""
+    path = folder / "sacctmgr"
+    path.write_text(script, encoding="utf-8")
+    path.chmod(0o755)
+    return f"{folder}:{processes.system_path()}"
+
+
 def weak_programs(folder: Path, user: str, words: str) -> str:
     """A PATH on which ``scontrol`` has no admin's rights where these words, a pattern of the
     shell's, are among what it is told; a file ``strong`` in the folder gives them back."""
