@@ -13,7 +13,7 @@ from tests.support.slurm_files import CGROUPS
 from tests.support.slurm_node import Node
 from tests.support.slurm_users import Users
 
-READY = ("idle", "mixed", "allocated")
+READY = ("idle", "mixed", "allocated", "reserved")
 SLEEPS = "#!/bin/sh\nexec sleep infinity\n"
 
 
