@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
-from datetime import datetime, timezone
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -64,13 +64,15 @@ class NodesSampler:
 
         ``monotonic`` is not needed.
         """
+        began = time.monotonic()
         for source in self._sources:
             source.ask()
         until = time.monotonic() + WAIT
         found: list[Sample] = []
         for source in self._sources:
             if (answer := source.take(until)) is not None:
-                found += source.heard(answer, now)
+                # Ages count from the arrival: a late answer waited for this round.
+                found += source.heard(answer, now + timedelta(seconds=answer.arrived - began))
             self._say(source)
             found += source.silent(now)
         return tuple(sorted(found, key=lambda sample: sample.at))
@@ -98,6 +100,7 @@ class _SamplerAnswer:
     why: str = ""
     resting: str = ""
     """Why none was expected."""
+    arrived: float = field(default_factory=time.monotonic)
 
 
 class _Source:
@@ -154,15 +157,15 @@ class _Source:
         self._done.wait(LONGEST)
         return self._answer or _SamplerAnswer(why="it did not answer in time")
 
-    def heard(self, answer: _SamplerAnswer, now: datetime) -> tuple[Sample, ...]:
-        """Process an answer, and return its samples."""
+    def heard(self, answer: _SamplerAnswer, at: datetime) -> tuple[Sample, ...]:
+        """Process an answer that arrived then, and return its samples."""
         self._why, self.resting = answer.why, answer.resting
         if answer.resting:
             self._heard_at = time.monotonic()  # once it is up, it has a moment to start
         if answer.why:
             return ()
         try:
-            said = read(answer.body, now, self.indices)
+            said = read(answer.body, at, self.indices)
         except InvalidAnswer as error:
             self._why = str(error)
             self.of = ""  # from the newest on: a nonsensical answer never becomes valid
