@@ -3,11 +3,12 @@ that says who asks, and has no servers."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from decimal import Decimal
 
 import pytest
+from urllib3.response import BaseHTTPResponse
+from urllib3.util.retry import Retry
 
 from gpuspawner.client import Client, RequestRefused
 from gpuspawner.core.units import MICRO
@@ -98,14 +99,20 @@ def test_answer_of_something_else_is_told(service: ServiceProcess) -> None:
 
 
 def test_reading_survives_a_restart_of_the_service(
-    service: ServiceProcess, services: Services
+    service: ServiceProcess, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pauses, sleep = [], Retry.sleep
+
+    def pause(self: Retry, response: BaseHTTPResponse | None = None) -> None:
+        sleep(self, response)
+        pauses.append(self)
+        if len(pauses) == 3:
+            service.start()
+
+    monkeypatch.setattr(Retry, "sleep", pause)
     ada = client_of(service, "ada")
     service.stop()
-    starting = threading.Timer(1.0, service.start)
-    starting.start()
-    assert ada.me().name == "ada"
-    starting.join()
+    assert ada.me().name == "ada" and len(pauses) == 3
 
 
 def test_address_without_a_hub_is_told_after_some_tries() -> None:
