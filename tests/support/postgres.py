@@ -217,7 +217,7 @@ class PrivatePostgres:
 
     def _connect(self) -> psycopg.Connection[tuple[Any, ...]]:
         return psycopg.connect(
-            host="127.0.0.1", port=self.port, user="postgres", dbname="postgres", connect_timeout=5
+            host="127.0.0.1", port=self.port, user="postgres", dbname="postgres", connect_timeout=60
         )
 
     def seconds_ahead(self) -> float:

@@ -28,7 +28,7 @@ from gpuspawner.db import audit
 from gpuspawner.leases.models import Lease, Request, ServerRef, Sharing, Terms
 from gpuspawner.services import Services
 from tests.support.brokers import T0, Clock, acquire, open_services, running
-from tests.support.processes import REPO
+from tests.support.processes import PATIENCE, REPO
 
 
 class Racer(ForkServerProcess):
@@ -106,7 +106,7 @@ def _answer(pipe: Connection, work: Any, gate: Barrier, arguments: list[Any]) ->
 
 
 def _receive(pipe: Connection) -> tuple[bool, Any]:
-    if not pipe.poll(120):
+    if not pipe.poll(120 * PATIENCE):
         return False, "one did not come home"
     answer: tuple[bool, Any] = pipe.recv()
     return answer
@@ -125,7 +125,7 @@ class Victim:
 
     def wait_round(self) -> None:
         """Wait until it has begun, or has had one more round."""
-        assert self._ready.poll(60) and self._ready.recv()
+        assert self._ready.poll(60 * PATIENCE) and self._ready.recv()
 
     def kill(self) -> None:
         """Kill it where it is; it must have been alive up to now."""

@@ -22,7 +22,7 @@ from gpuspawner.services import Services
 from tests.support import racers, spending
 from tests.support.brokers import Clock, broken_invariants, open_services, problems
 from tests.support.parts import each_database
-from tests.support.processes import wait_for
+from tests.support.processes import PATIENCE, wait_for
 from tests.support.tier import Rounds
 
 USERS = ("anna", "bert")
@@ -102,7 +102,7 @@ def test_refill_is_given_once_whenever_the_service_is_killed(
     for _ in range(rounds(60)):
         if _serve(database_url, clock, chance.uniform(0.0, 0.25)):
             break
-    assert _serve(database_url, clock, 60.0)
+    assert _serve(database_url, clock, 60.0 * PATIENCE)
     assert _given(services, add.id) == DAYS + 1
     assert _given(services, ends.id) == DAYS // 2 + 1
     for number in range(MEMBERS):
