@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import sqlalchemy as sa
 
 from tests.support import parts, processes
 from tests.support.brokers import make_tables
@@ -139,12 +140,27 @@ class PrivatePostgres:
         if not self._migrated:
             name = self._create()
             make_tables(self._url(name))
+            self.wait_unused(self._url(name))
             self._migrated = name
         return self._url(self._create(f'TEMPLATE "{self._migrated}"'))
+
+    def wait_unused(self, url: str) -> None:
+        """Wait for the end of connections that were closed: the server goes on for a moment."""
+        query = "SELECT count(*) FROM pg_stat_activity WHERE datname = %s"
+        name = sa.make_url(url).database
+
+        def is_unused() -> bool:
+            with contextlib.closing(self._connect()) as connection, connection.cursor() as cursor:
+                cursor.execute(query, [name])
+                return cursor.fetchone() == (0,)
+
+        wait_for(is_unused, f"nobody to use {name}")
 
     def replace(self, url: str, origin: str) -> None:
         """Put a copy of another database into the place of one. Nobody is connected to them."""
         name, template = (each.rpartition("/")[2] for each in (url, origin))
+        self.wait_unused(url)
+        self.wait_unused(origin)
         self._execute(f'DROP DATABASE "{name}"')
         self._execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
 

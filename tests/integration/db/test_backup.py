@@ -64,6 +64,12 @@ def copied(file: Path) -> dict[str, list[tuple[object, ...]]]:
         return contents(store)
 
 
+def wait_unused(url: str, request: pytest.FixtureRequest) -> None:
+    """Wait until connections that were closed have ended on the server, too."""
+    if not url.startswith("sqlite"):
+        request.getfixturevalue("postgres").wait_unused(url)
+
+
 def another(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
     """The URL of another database of the same kind, with nothing in it."""
     if url.startswith("sqlite"):
@@ -129,7 +135,7 @@ def test_backup_leaves_a_database_of_an_older_version_as_it_is(
 
 @each_database
 def test_restore_needs_an_unused_database_and_keeps_the_old_one(
-    used: Services, database_url: str, tmp_path: Path
+    used: Services, database_url: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     file = tmp_path / "copy"
     backup.back_up(used.store, file)
@@ -148,11 +154,13 @@ def test_restore_needs_an_unused_database_and_keeps_the_old_one(
     hub.give_up()
     wait_for(lambda: hub.holder() == "", "the lock to be released")
     used.store.close()
+    wait_unused(database_url, request)
     with pytest.raises(BackupRefused, match="There is a database already"):
         backup.restore(database_url, file)
     with closing(Store(database_url)) as unchanged:
         assert contents(unchanged) == after
 
+    wait_unused(database_url, request)
     kept = backup.restore(database_url, file, overwrite=True).kept
     with closing(Store(database_url)) as restored:
         assert contents(restored) == before

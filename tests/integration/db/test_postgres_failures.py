@@ -20,7 +20,7 @@ from tests.support.brokers import open_services
 from tests.support.postgres import PrivatePostgres
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits ten seconds for a lock in a test."""
     monkeypatch.setattr(db_engine, "BUSY_SECONDS", 0.3)
@@ -111,7 +111,9 @@ def test_lost_connection_rolls_back_the_transaction(throw_out: ThrowOut) -> None
         assert_works(services)
 
 
-def test_other_postgresql_writer_blocks_writes_but_not_reads(postgres: PrivatePostgres) -> None:
+def test_other_postgresql_writer_blocks_writes_but_not_reads(
+    postgres: PrivatePostgres, impatient: None
+) -> None:
     url = postgres.migrated_database()
     with in_use(url) as services:
         other = open_services(f"{url}?application_name=other")
