@@ -26,7 +26,7 @@ THREADS = 4
 SLACK = 10
 """Grants by which cancels may be behind."""
 
-PATIENCE = 90.0
+PATIENCE = 300.0
 """Seconds after which a racer gives up: something is stuck."""
 
 

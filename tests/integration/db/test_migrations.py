@@ -145,7 +145,7 @@ def test_concurrent_processes_migrate_an_empty_database(empty_database_url: str)
     ]
     for worker in workers:
         worker.start()
-    assert [said.get(timeout=90) for _ in workers] == [""] * len(workers)
+    assert [said.get(timeout=360) for _ in workers] == [""] * len(workers)
     for worker in workers:
         worker.join(timeout=120)
     with closing(Store(empty_database_url)) as store, store.read() as connection:

@@ -17,8 +17,9 @@ from tests.support.tier import SOAK
 
 pytestmark = pytest.mark.usefixtures("processes")
 
-TICKETS = 420 if SOAK else 52
 CANCELS = 200 if SOAK else 24
+TICKETS = 2 * CANCELS + racing_line.SLACK + 2
+"""So many that the last cancel finds some that wait, however late it comes."""
 
 
 @pytest.fixture

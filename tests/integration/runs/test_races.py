@@ -37,18 +37,18 @@ def asked_and_stopped(services: Services, pool: Executor, run: Run) -> str:
     start = Barrier(2)
 
     def ask() -> str:
-        start.wait(30)
+        start.wait(120)
         terms = Terms(wait=True, seconds=3600)
         got = services.queue.ask(run.server, Request(devices=1), engine="docker", terms=terms)
         return got.id if isinstance(got, Lease) else ""
 
     def stop() -> None:
-        start.wait(30)
+        start.wait(120)
         services.runs.stop(run.id, actor="ada")
 
     asked, stopped = pool.submit(ask), pool.submit(stop)
-    stopped.result(30)
-    return asked.result(30)
+    stopped.result(120)
+    return asked.result(120)
 
 
 @each_database
@@ -56,7 +56,7 @@ def test_one_key_submits_one_run(services: Services) -> None:
     start = Barrier(THREADS)
 
     def submit(number: int, turn: int) -> tuple[Run, bool]:
-        start.wait(30)
+        start.wait(120)
         return services.runs.submit(run_of(f"run-{turn}-{number}", key=f"key-{turn}"))
 
     with ThreadPoolExecutor(THREADS) as pool:

@@ -193,7 +193,7 @@ def test_racing_services_submit_one_run_for_each_time(database_url: str, rounds:
     start = Barrier(len(many))
 
     def serve(services: Services) -> None:
-        start.wait(30)
+        start.wait(120)
         for due in services.schedules.find_due():
             timetable.submit(services, due)
 
