@@ -54,11 +54,15 @@ def choose(
 
 @asynccontextmanager
 async def notifying(
-    services: Services, retry_seconds: Sequence[float] = (0.05,) * 3, **settings: Any
+    services: Services,
+    retry_seconds: Sequence[float] = (0.05,) * 3,
+    hook_seconds: float = 15.0 * PATIENCE,
+    **settings: Any,
 ) -> AsyncIterator[Notifier]:
     """A notifier whose rounds follow one another quickly."""
     patch = pytest.MonkeyPatch()
     patch.setattr("gpuspawner.service.notifier.RETRY_SECONDS", retry_seconds)
+    patch.setattr("gpuspawner.service.notifier.HOOK_SECONDS", hook_seconds)
     # Apprise gives up a server after 4 s, and what has arrived by then would be sent again.
     for name in ("socket_connect_timeout", "socket_read_timeout"):
         patch.setattr(f"apprise.URLBase.{name}", 15.0 * PATIENCE)

@@ -121,7 +121,7 @@ def test_full_disk_during_a_tick_leaves_nothing_half_written(
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

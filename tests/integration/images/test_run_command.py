@@ -3,9 +3,11 @@ hub's place answers what the test says."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,11 +105,14 @@ def test_hub_that_answers_otherwise_is_asked_once(
 def test_hub_that_stays_away_is_given_up(
     hub: StandInHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(program, "PATIENCE", 0.2)
+    moments = itertools.count()  # a second passes whenever the program looks
+    clock = SimpleNamespace(monotonic=lambda: next(moments), sleep=lambda seconds: None)
+    monkeypatch.setattr(program, "time", clock)
+    monkeypatch.setattr(program, "PATIENCE", 2.5)
     hub.answers = {"runs": (503, {"message": "The GPU service is not responding."})}
     assert program.main(["true"]) == 1
     assert capsys.readouterr().err.endswith("gpuspawner-run: The GPU service is not responding.\n")
-    assert len({body["key"] for body in hub.sent("runs")}) == 1 and len(hub.asked) > 1
+    assert len({body["key"] for body in hub.sent("runs")}) == 1 and len(hub.asked) == 3
 
 
 def test_amount_of_memory_is_sent_with_a_run(hub: StandInHub) -> None:

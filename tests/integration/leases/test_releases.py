@@ -235,7 +235,7 @@ async def test_cancelled_caller_does_not_cancel_the_grant(services: Services) ->
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    for _ in range(200):
+    for _ in range(6000):
         if await services.run(services.leases.open_leases):
             break
         await asyncio.sleep(0.02)

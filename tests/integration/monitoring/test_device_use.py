@@ -186,7 +186,7 @@ async def test_unavailable_store_loses_no_minutes(migrated_file: Path, tmp_path:
         await duty._write(tick, sampling)
         assert not set(map(id, kept)) & set(map(id, sampling.complete()))
     finally:
-        sampling.stop()
+        sampling.stop(60)
     await duty._write(tick, sampling)
     assert sampling.complete() == []
     written = services.monitoring.use_between(T0, T0 + timedelta(days=9))
@@ -213,16 +213,18 @@ def test_program_in_step_with_the_samples_is_seen_at_work_and_at_rest() -> None:
 
 CHILD = """
 import json, logging, sys
+from gpuspawner.service import device_monitor
 from gpuspawner.service.device_monitor import Sampling
 from gpuspawner.services import utcnow
 from gpuspawner.devices.nvml import NVMLDevices
 
+device_monitor.KEPT_SECONDS = 10**6  # all that this test can take
 sampling = Sampling(NVMLDevices().sampler(), utcnow, 0.05, logging.getLogger())
 sampling.silent_after = 1.0
 sampling.start()
 for line in sys.stdin:
     if line == "stop\\n":
-        sampling.stop()
+        sampling.stop(60)
     samples = {uuid: [each.use for each in some] for uuid, some in sampling.recent().items()}
     minutes = [[use.uuid, use.samples, use.use_sum] for use in sampling.complete()]
     print(json.dumps([samples, minutes, sampling.trouble()]), flush=True)

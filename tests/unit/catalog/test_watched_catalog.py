@@ -77,6 +77,7 @@ def test_catalog_broken_at_startup_fails_until_it_is_fixed(path: Path) -> None:
 def test_missing_referenced_file_is_checked_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(loader, "AGAIN", 3600.0)
     kept = WatchedCatalog(path)
     good = kept.current()
     path.write_text("environments:\n  - {slug: new, image: base, changes: new.md}\n")
