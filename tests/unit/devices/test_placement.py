@@ -140,11 +140,11 @@ SIX = fleet((4, "A100-80GB", 80), (2, "T4", 16))
     ("asked", "of_them"),
     [
         ({"devices": 5}, "and those of one server are of one model: 4 A100-80GB and 2 T4"),
-        ({"devices": 5, "memory_bytes": 80 * 10**9}, "of which 4 have 80 GB or more"),
-        ({"devices": 3, "model": "T4"}, "of which 2 are T4"),
+        ({"devices": 5, "memory_bytes": 80 * 10**9}, "but only 4 with 80 GB or more"),
+        ({"devices": 3, "model": "T4"}, "but only 2 T4"),
         (
             {"devices": 3, "model": "T4", "memory_bytes": 16 * GIB},
-            "of which 2 are T4 with 16 GB or more",
+            "but only 2 T4 with 16 GB or more",
         ),
     ],
 )
