@@ -29,13 +29,16 @@ _AGAIN = frozenset({"NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "REVOKED"})
 """Ends that the job did not cause: it may be submitted once more."""
 
 GIVEN_BACK = "[gpuspawner: given back]"
+"""Part of the admin's comment of a job that was ended so that its ticket gets other devices."""
+
 BAD_CONSTRAINTS = "BadConstraints"
 """Slurm's reason for a job that no machine can run.
 
 Slurm 22.05 says so of jobs with shards, too, until their machine has reported to a controller that
 was started anew.
 """
-"""Part of the admin's comment of a job that was ended so that its ticket gets other devices."""
+NO_REPORT = "no suitable machine has reported to Slurm yet"
+"""Why such a job waits, for its member."""
 
 _JOBS = re.compile(r'"jobs"\s*:\s*\[\s*')
 _BETWEEN = re.compile(r"\s*,\s*|\s+")
@@ -68,7 +71,7 @@ _REASONS = {
     "AssocMaxJobsLimit": "you have as many servers as one member may have",
     "ReqNodeNotAvail": "the suitable machines are closed or down",
     "Reservation": "the machines are reserved",
-    BAD_CONSTRAINTS: "its machine has not reported to Slurm yet",
+    BAD_CONSTRAINTS: NO_REPORT,
     "InvalidAccount": "your account in Slurm is closed",
     "InvalidQOS": "your account in Slurm may not use this QOS",
 }

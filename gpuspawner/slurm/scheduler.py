@@ -31,7 +31,7 @@ from .accounts import Admission, user_of
 from .cluster import Cluster
 from .images import NodeImages
 from .job_spec import JobResources
-from .jobs import HOLDER, SlurmJob, read_jobs
+from .jobs import HOLDER, NO_REPORT, SlurmJob, read_jobs
 from .priority import PriorityOverrides
 from .programs import AWAY_PATIENCE, PATIENCE, CallBatcher, JobSpec, SingleFlight, Slurm
 from .telemetry import NodesSampler
@@ -49,8 +49,7 @@ _GONE = frozenset({"DOWN", "NOT_RESPONDING", "FAIL"})
 """Slurm's states of nodes that get no jobs now."""
 NOT_THERE = "node configuration is not available"
 """What Slurm says of a share before the machines have told it which GPUs they have."""
-NO_DEVICE = "it started the job without a GPU"
-NO_REPORT = "the suitable machines have not reported to it yet"
+NO_DEVICE = "Slurm started its job without a GPU; the hub tries again"
 _OFF = {
     "POWERED_DOWN": "off (power saving)",
     "POWERING_DOWN": "being switched off (power saving)",
@@ -312,8 +311,8 @@ FRESH = 2.0
 SWITCHED_ON = "its machine is being switched on"
 SHARED_STILL = "somebody still has a share of its GPU"
 
-FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
-"""Seconds until a ticket whose job got no device has another one, doubled each time."""
+FIRST_RETRY, LAST_RETRY = 5.0, 60.0
+"""Seconds until a ticket whose job got no device has another job, doubled each time."""
 
 
 class SlurmDelegate(Nodes):
@@ -389,7 +388,7 @@ class SlurmDelegate(Nodes):
         untold = frozenset(self._untold)
         if untold and able <= untold:
             raise SlurmUnavailable(why="the suitable machines are closed")
-        if time.monotonic() < self._pauses.get(ticket.id, (0.0, 0.0))[0]:
+        if self._pauses_now(ticket):
             raise SlurmUnavailable(why=NO_DEVICE)
         if able & self._awaited:
             self._awaited = self._awaited - able | self._silent(able)
@@ -423,6 +422,11 @@ class SlurmDelegate(Nodes):
             self._has_news()
         self._hand.submitted(ticket, job.nice)
         self._log.info("Ticket %s of %s was submitted to Slurm", ticket.id, ticket.server)
+
+    def _pauses_now(self, ticket: Ticket) -> bool:
+        """Return True if a ticket is to have no job for a moment, since the last had no device."""
+        until, _ = self._pauses.get(ticket.id, (0.0, 0.0))
+        return time.monotonic() < until
 
     def _hand_in(self, job: JobSpec) -> None:
         try:
@@ -504,8 +508,8 @@ class SlurmDelegate(Nodes):
         if job is not None and job.lives:
             self._tell_end(ticket_id, partial(self._hand.give_back, job))
             if job.has_none:  # the next one may get none either
-                _, before = self._pauses.get(ticket_id, (0.0, FIRST_PAUSE / 2))
-                pause = min(2 * before, LONGEST_PAUSE)
+                _, before = self._pauses.get(ticket_id, (0.0, FIRST_RETRY / 2))
+                pause = min(2 * before, LAST_RETRY)
                 self._pauses[ticket_id] = time.monotonic() + pause, pause
 
     def turns(self, age: float = EVERY) -> Mapping[str, Turn]:
@@ -593,8 +597,10 @@ class SlurmDelegate(Nodes):
         """Return why a ticket cannot be submitted at the moment, or ""."""
         with suppress(GPUSpawnerError):  # the next try reports what no node has
             able = job_spec.able(ticket.request, self.cluster)
+            if self._pauses_now(ticket):
+                return NO_DEVICE
             if able <= self._awaited:
-                return "the suitable machines have not reported to Slurm yet"
+                return NO_REPORT
             return self.images.why_not_yet(ticket, able)
         return ""
 
@@ -687,7 +693,8 @@ class SlurmDelegate(Nodes):
         }
         self._began = began
         self._forget_ends(began)
-        self._pauses = {name: each for name, each in self._pauses.items() if name in self._jobs}
+        for name in self._pauses.keys() - self._jobs.keys():
+            del self._pauses[name]
         if not any(job.waits for job in self._jobs.values()):
             self._nobody_waited = began
         for name in self._submitted.keys() - self._jobs.keys():

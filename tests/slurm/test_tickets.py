@@ -36,10 +36,10 @@ from gpuspawner.queue.schemas import TicketAnswer
 from gpuspawner.services import Services
 from gpuspawner.slurm import scheduler
 from gpuspawner.slurm.cluster import read_cluster
-from gpuspawner.slurm.jobs import read_jobs
+from gpuspawner.slurm.jobs import NO_REPORT, read_jobs
 from gpuspawner.slurm.priority import FIRST_PAUSE, MARK, PriorityOverrides
 from gpuspawner.slurm.programs import Slurm
-from gpuspawner.slurm.scheduler import SlurmDelegate
+from gpuspawner.slurm.scheduler import NO_DEVICE, SlurmDelegate
 from tests.support.processes import wait_for
 from tests.support.slurm_broker import (
     asked,
@@ -244,14 +244,14 @@ def test_shares_wait_until_their_machine_reports_to_a_restarted_slurm(
         wait_for(lambda: cluster.holder(early.id, "%T %r") == given_up, "Slurm to give up a job")
         assert services.queue.turns(frozenset([early.id, late.id])) == []
         standings = services.positions.standings()
-        assert "its machine has not reported to Slurm yet" in standings[early.id].why
-        assert "the suitable machines have not reported to Slurm yet" in standings[late.id].why
+        for ticket in (early, late):
+            assert NO_REPORT in standings[ticket.id].why
         cluster.mend()
-        delegate = delegate_of(services)
 
         def are_tried() -> bool:
             assert services.queue.turns(frozenset([early.id, late.id])) == [], "none is free"
-            return {early.id, late.id} <= delegate._pauses.keys()
+            standings = services.positions.standings()
+            return all(NO_DEVICE in standings[ticket.id].why for ticket in (early, late))
 
         wait_for(are_tried, "jobs without a share to be given back", timeout=60)
         cluster.run("scancel", *map(str, others))

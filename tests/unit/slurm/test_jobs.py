@@ -133,7 +133,7 @@ def test_job_that_slurm_cannot_place_is_tried_again() -> None:
     assert job(RUNS | bad | {"job_state": "FAILED", "gres_detail": []}).may_come_again
     assert not job(RUNS | {"job_state": "FAILED", "gres_detail": []}).may_come_again
     assert job(WAITS | bad | {"priority": 0}).is_given_up
-    assert job(WAITS | bad).why == "its machine has not reported to Slurm yet"
+    assert job(WAITS | bad).why == "no suitable machine has reported to Slurm yet"
     assert not job(WAITS | bad | {"priority": 1}).is_given_up
     assert not job(WAITS | {"priority": 0}).is_given_up
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
+from gpuspawner.core.errors import SlurmRefused
 from gpuspawner.devices.models import DeviceStatus
+from gpuspawner.leases.models import Request, ServerRef
+from gpuspawner.queue.models import Ticket
 from gpuspawner.services import utcnow
 from gpuspawner.slurm.cluster import Cluster, Node, NodeDevice
-from gpuspawner.slurm.programs import Slurm
+from gpuspawner.slurm.jobs import BAD_CONSTRAINTS, HOLDER, WAITS, SlurmJob
+from gpuspawner.slurm.programs import Slurm, listed
 from gpuspawner.slurm.scheduler import SlurmDelegate
 
 ENGINE = "unix:///run/docker.sock"
@@ -74,3 +79,34 @@ def test_unknown_node_or_invalid_answer_frees_no_device(monkeypatch: pytest.Monk
     for answer in ({"errors": ["no controller"]}, {"nodes": [{"name": "m1"}]}, {"nodes": None}):
         seen = delegate(monkeypatch, **answer).observe(utcnow())
         assert seen.devices == () and seen.error
+
+
+@pytest.mark.parametrize(
+    ("reported", "is_released", "calls"),
+    [(False, True, []), (True, True, ["release 7"]), (True, False, ["release 7", "end 7"])],
+)
+def test_job_that_slurm_gave_up_is_released_once_its_machine_has_reported(
+    monkeypatch: pytest.MonkeyPatch, reported: bool, is_released: bool, calls: list[str]
+) -> None:
+    """A hub that may not release jobs ends it, and its ticket gets another one."""
+    told = {"name": "m1", "state": "idle", "state_flags": [], "slurmd_start_time": int(reported)}
+    one = delegate(monkeypatch, told)
+    ticket = Ticket(
+        id="t1", server=ServerRef("ada"), request=Request(devices=1), created_at=utcnow()
+    )
+    job = SlurmJob(id=7, name=f"{HOLDER}{ticket.id}", uid=0, state=WAITS, reason=BAD_CONSTRAINTS)
+    one._jobs = {ticket.id: job}
+    done: list[str] = []
+
+    def release(slurm: Slurm, jobs: Collection[int]) -> None:
+        done.append(f"release {listed(jobs)}")
+        if not is_released:
+            raise SlurmRefused(why="Access/permission denied")
+
+    monkeypatch.setattr(FakeSlurm, "release", release)
+    monkeypatch.setattr(FakeSlurm, "note", lambda *_: None)
+    monkeypatch.setattr(FakeSlurm, "cancel", lambda _, job: done.append(f"end {job}"))
+    one._began = float("inf")  # each time, Slurm was asked since
+    for _ in range(2):
+        one.tend([ticket], paused=False)
+    assert done == calls
