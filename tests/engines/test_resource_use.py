@@ -291,7 +291,9 @@ async def test_run_that_ended_by_it_says_so(
     docker = DockerEngine(lambda: clean_engine.client)
     duty = duty_of(services, hub, clean_engine)
     wait_for(docker.memory_kills, "the engine's event")
-    assert clean_engine.execute(lease.engine_ref, ["touch", MAY_END])[0] == 0
+    # Whatever begins before the system has its memory back is ended as well.
+    touch = ["touch", MAY_END]
+    wait_for(lambda: clean_engine.execute(lease.engine_ref, touch)[0] == 0, "memory for it")
     clean_engine.client.wait(lease.engine_ref)
     await duty.look_for_kills()
     assert "exit code 137, out of memory (limit 64.0 MB)" in {x.detail for x in docker.sightings()}
@@ -306,7 +308,8 @@ async def test_run_that_ended_by_it_says_so(
         await duty.look_for_kills()
     [told] = services.notifications.notices_of("ada")
     assert told.title == "Your run train failed", "and its end is told once"
-    assert services.resources.totals_of([lease.id])[lease.id].memory_kills == 1
+    kills = {each for each in docker.memory_kills() if each.lease_id == lease.id}
+    assert services.resources.totals_of([lease.id])[lease.id].memory_kills == len(kills) > 0
 
 
 async def test_engine_that_does_not_respond_is_asked_again(
